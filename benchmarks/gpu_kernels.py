@@ -210,9 +210,10 @@ class Step:
     """Forward and backward of a layer on its inputs, made empty where they are wanted."""
 
     def __init__(self, case: Case, target: str, tiles: Any = None) -> None:
+        from memfine_fx.kernels.adapter_tables import AdapterForm
         from memfine_fx.kernels.layer import LayerOptions
         from memfine_fx.kernels.packed import four_bits
-        from memfine_fx.kernels.tables import AdapterForm, ListTable
+        from memfine_fx.kernels.tables import ListTable
         from memfine_fx.kernels.tiling import tiles_for
 
         dtype, table_dtype = getattr(torch, case.dtype), getattr(torch, case.table_dtype)

@@ -27,6 +27,7 @@ __all__ = ["FILES", "Mutant", "MutantsResult", "mutants_of", "run_mutants"]
 
 FILES = (
     "memfine_fx/capture/source",
+    "passes/read/guard_proof.py",
     "passes/read/guards.py",
     "passes/read/no_rows.py",
     "passes/read/seeds.py",
@@ -36,6 +37,7 @@ FILES = (
     "passes/read/rules/matmuls.py",
     "passes/verify/forced_choices.py",
     "memfine_fx/compiler/own_code.py",
+    "memfine_fx/compiler/own_code_runs.py",
 )
 """Files and folders whose conditions are changed."""
 _TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {

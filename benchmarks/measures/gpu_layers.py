@@ -183,7 +183,7 @@ def _tiles(layer: _Layer, case: Case, device: torch.device) -> Any:
 
 
 def _in_kernels(layer: _Layer, case: Case, tiles: Any) -> Callable[..., Tensor]:
-    from memfine_fx.kernels.layer import swiglu_experts
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     options = _options(case, tiles)
     return lambda hidden, index, weight: swiglu_experts(hidden, index, weight, layer.params, options)

@@ -75,7 +75,8 @@ def _memfine_kernels(num_windows: int) -> Wrap:
     """This project's kernels over windows of rows, on the block's own parameters, in tiles that were timed."""
 
     def wrap(module: Any, sizes: Sizes) -> Forward:
-        from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+        from memfine_fx.kernels.layer import LayerOptions
+        from memfine_fx.kernels.swiglu import swiglu_experts
         from memfine_fx.kernels.tuning import kind_of, tune
 
         experts = module.experts

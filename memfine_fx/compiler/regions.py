@@ -13,7 +13,8 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
-from memfine_fx.compiler.own_code import CompileGraph, compare_with_own_code
+from memfine_fx.compiler.own_code import compare_with_own_code
+from memfine_fx.compiler.own_code_runs import CompileGraph
 from memfine_fx.compiler.session import Session, next_region_id
 from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk, Reason

@@ -16,7 +16,8 @@ Modules
     matching, epilogue    does an expert function have a form that the kernels compute; its activation as Triton source
     choice                do the kernels run here, and which tile sizes are fastest
     experts               the layer as the runtime calls it (`runtime.store.ExpertKernels`)
-    layer                 the layer as a differentiable function, `swiglu_experts`
+    layer                 forward and backward of a whole layer over windows
+    swiglu                the layer as a differentiable function, `swiglu_experts`
     tuning, traffic       times of tile sizes; what each kernel loads and stores
     cross_entropy         losses and gradients of a head's logits
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memfine_fx.kernels.adapter_tables import Adapter
 from memfine_fx.kernels.launches import Tiles
 from memfine_fx.kernels.low_rank import narrow_product
 from memfine_fx.kernels.sorting import Routing
-from memfine_fx.kernels.tables import Adapter, Layout, Tables, Term, Terms
+from memfine_fx.kernels.tables import Layout, Tables, Term, Terms
 from memfine_fx.kernels.tiling import AdapterTiles, LayerTiles
 from memfine_fx.kernels.weight_gradient import TableGradients, weight_gradient
 from memfine_fx.kernels.windows import Window

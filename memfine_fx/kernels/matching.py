@@ -22,9 +22,10 @@ from torch import fx
 
 from memfine_fx.compat.bitsandbytes import DEQUANTIZE_4BIT
 from memfine_fx.compat.operators import qualified_name
+from memfine_fx.kernels.adapter_tables import AdapterForm
 from memfine_fx.kernels.epilogue import as_pointwise
 from memfine_fx.kernels.packed import FP4, NF4, four_bits
-from memfine_fx.kernels.tables import Activation, AdapterForm, KernelForm, Layout, TileSource
+from memfine_fx.kernels.tables import Activation, KernelForm, Layout, TileSource
 
 __all__ = ["kernel_form"]
 

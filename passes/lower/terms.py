@@ -12,7 +12,8 @@ import torch
 from memfine_fx.compat.shapes import hints_of_symbols
 from memfine_fx.expert_parallel.clones import bytes_of_clones, can_clone
 from memfine_fx.expert_parallel.sharded import ShardedExperts
-from memfine_fx.kernels.tables import KernelForm, trained_adapters, trained_parts
+from memfine_fx.kernels.adapter_tables import trained_adapters
+from memfine_fx.kernels.tables import KernelForm, trained_parts
 from memfine_fx.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import memfine_fx
 from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.capture.undo import ModelState
-from memfine_fx.compiler import own_code
+from memfine_fx.compiler import own_code, own_code_runs
 from memfine_fx.demo.tiny import tiny_causal_lm
-from memfine_fx.passes.read import guards
+from memfine_fx.passes.read import guard_proof
 from memfine_fx.passes.read.frame import Frame
 from memfine_fx.passes.read.values import Ids, Mask
 from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
@@ -105,8 +105,8 @@ class Block(nn.Module):
 
 def excuses_every_effect(patch: pytest.MonkeyPatch) -> None:
     """Run guarded bodies for no rows, whatever they do."""
-    patch.setattr(guards._Proof, "_check_node", lambda self, node: None)
-    patch.setattr(guards._Proof, "_replace", lambda self, node: node.replace_all_uses_with(node.args[1]))
+    patch.setattr(guard_proof.GuardProof, "_check_node", lambda self, node: None)
+    patch.setattr(guard_proof.GuardProof, "_replace", lambda self, node: node.replace_all_uses_with(node.args[1]))
 
 
 def takes_ids_for_distinct(patch: pytest.MonkeyPatch) -> None:
@@ -192,19 +192,19 @@ def test_the_report_says_what_the_comparison_took(tmp_path: Path) -> None:
     assert not any(region.not_compared_with_code for region in report.regions)
 
 
-@pytest.mark.parametrize("num_experts", [4, own_code._FEW_TOKENS])
+@pytest.mark.parametrize("num_experts", [4, own_code_runs._FEW_TOKENS])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_sizes_vary_in_the_comparison_as_they_do_in_the_model(
     dynamic: bool, num_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[bool] = []
-    compile_alone = own_code._Pair._try_to_compile
+    compile_alone = own_code_runs.PairOfRuns._try_to_compile
 
     def noting(pair: Any, num_regions: int, dynamic: bool) -> str:
         tried.append(dynamic)
         return compile_alone(pair, num_regions, dynamic)
 
-    monkeypatch.setattr(own_code._Pair, "_try_to_compile", noting)
+    monkeypatch.setattr(own_code_runs.PairOfRuns, "_try_to_compile", noting)
     lines = module_source("Sized", num_experts, EXPERTS["mlp"], INIT, dense("pass"))
     model = load(WrittenLayer("Sized", lines, {}), tmp_path)()
     memfine_fx.optimize(model, dynamic=dynamic, config=memfine_fx.Config(inner_backend="eager", rows_per_chunk=3))
@@ -594,14 +594,14 @@ def test_layers_that_are_called_by_name_get_every_routing(tmp_path: Path, monkey
             return self.inner(x=x * 1.0)
 
     first_rows: list[bool] = []
-    results = own_code._Pair._results
+    results = own_code_runs.PairOfRuns._results
 
     def noted(self: Any, call: Any, given: own_code.Given, forced: Any = None) -> Any:
         tokens = given[1]["x"]
         first_rows.append(bool((tokens == tokens[:1]).all()))
         return results(self, call, given, forced)
 
-    monkeypatch.setattr(own_code._Pair, "_results", noted)
+    monkeypatch.setattr(own_code_runs.PairOfRuns, "_results", noted)
     report = first_report(Parent())
     assert report.num_chunked == 1 and not report.regions[0].not_compared_with_code
     assert first_rows[-2:] == [True, True] and not any(first_rows[:-2])
@@ -637,7 +637,7 @@ def test_layers_under_autocast_are_compared_by_themselves(tmp_path: Path, monkey
 def test_arguments_are_cut_to_a_few_tokens(shapes: list[tuple[int, ...]], cut: list[tuple[int, ...]]) -> None:
     given = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
     (*positional,), named = next(
-        own_code._cut((given[:1], {str(number): value for number, value in enumerate(given[1:])}))
+        own_code_runs.few_tokens_of((given[:1], {str(number): value for number, value in enumerate(given[1:])}))
     )
     result = [*positional, *named.values()]
     assert [tuple(tensor.shape) for tensor in result] == cut
@@ -646,7 +646,7 @@ def test_arguments_are_cut_to_a_few_tokens(shapes: list[tuple[int, ...]], cut: l
 
 
 def test_integers_are_cut_along_all_their_dimensions() -> None:
-    ((tokens,), named) = next(own_code._cut(((torch.zeros(4, 100, dtype=torch.long),), {"scale": 2.0})))
+    ((tokens,), named) = next(own_code_runs.few_tokens_of(((torch.zeros(4, 100, dtype=torch.long),), {"scale": 2.0})))
     assert tokens.shape == (1, 7) and named == {"scale": 2.0}
 
 
@@ -692,20 +692,20 @@ ONES, SPECIAL = torch.ones(3), torch.tensor([1.0, float("nan"), float("inf")])
     ],
 )
 def test_what_counts_as_a_difference(value: Any, expected: Any, differs: str) -> None:
-    difference = own_code._difference(value, expected, 0.0, 1e-6)
+    difference = own_code_runs._difference(value, expected, 0.0, 1e-6)
     assert (differs in difference) if differs else not difference
 
 
 def test_small_gradients_are_compared_with_the_largest() -> None:
     large = {"gradient of up": 1e6 * ONES, "output 0": ONES}
-    assert not own_code._first_difference(
+    assert not own_code_runs._first_difference(
         large | {"gradient of b": 2e-4 * ONES}, large | {"gradient of b": 1e-4 * ONES}, 1e-6
     )
-    assert own_code._first_difference(
+    assert own_code_runs._first_difference(
         large | {"gradient of b": 2e3 * ONES}, large | {"gradient of b": 1e3 * ONES}, 1e-6
     )
-    assert "only one of them has output 1" in own_code._first_difference(large, large | {"output 1": ONES}, 1e-6)
-    assert "output 0" in own_code._first_difference(large | {"output 0": 1.1 * ONES}, large, 1e-6)
+    assert "only one of them has output 1" in own_code_runs._first_difference(large, large | {"output 1": ONES}, 1e-6)
+    assert "output 0" in own_code_runs._first_difference(large | {"output 0": 1.1 * ONES}, large, 1e-6)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

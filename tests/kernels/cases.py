@@ -99,7 +99,7 @@ def adapters(
     layout: str, sizes: Sizes, ranks: tuple[int | None, int | None], dtype: torch.dtype = torch.float32
 ) -> tuple[Any, list[Tensor]]:
     """(forms, factors) of adapters of gate and up, and of down; B of down stands as PEFT has it, experts last."""
-    from memfine_fx.kernels.tables import AdapterForm
+    from memfine_fx.kernels.adapter_tables import AdapterForm
 
     experts, hidden, width = sizes.experts, sizes.hidden, sizes.width
     outputs = [width, width] if layout.startswith("apart") else [width if "single" in layout else 2 * width]

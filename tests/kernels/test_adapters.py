@@ -41,7 +41,8 @@ def check(
     **options: bool,
 ) -> None:
     """Output and all gradients against the layer in float64; factors in fp32 beside rows of any dtype."""
-    from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+    from memfine_fx.kernels.layer import LayerOptions
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     params = parameters(layout, sizes, dtype, has_bias=has_bias)
     forms, factors = adapters(layout, sizes, ranks)
@@ -102,7 +103,8 @@ def test_sizes_at_the_edge(sizes: Sizes) -> None:
     "frozen", (("tables",), ("up",), ("down",), ("tables", "up", "hidden"), ("up", "down")), ids=str
 )
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[str, ...]) -> None:
-    from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+    from memfine_fx.kernels.layer import LayerOptions
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     sizes = Sizes(tokens=6)
     index, params = expert_index("random", sizes), parameters("halves", sizes)
@@ -149,8 +151,8 @@ def test_narrow_products(is_gathered: bool, rows: int, pattern: str) -> None:
 
 
 def test_adapters_that_do_not_fit_are_named() -> None:
+    from memfine_fx.kernels.adapter_tables import AdapterForm, adapters_of
     from memfine_fx.kernels.layer import LayerOptions
-    from memfine_fx.kernels.tables import AdapterForm, adapters_of
 
     params = parameters("apart", SIZES)
     forms, factors = adapters("apart", SIZES, (2, 3))

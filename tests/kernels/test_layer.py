@@ -40,7 +40,8 @@ def check(
     **options: bool,
 ) -> None:
     """Compare output and gradients in windows of so many rows."""
-    from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+    from memfine_fx.kernels.layer import LayerOptions
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     hidden = torch.randn(sizes.tokens, sizes.hidden, device=DEVICE).to(dtype).requires_grad_()
     index = expert_index(pattern, sizes)
@@ -142,7 +143,8 @@ def test_drawn_layers(tokens: int, top_k: int, experts: int, hidden: int, width:
     ),
 )
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[str, ...]) -> None:
-    from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+    from memfine_fx.kernels.layer import LayerOptions
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     sizes = Sizes(tokens=6)
     index, options = (
@@ -174,7 +176,8 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[str,
 
 
 def test_tables_that_do_not_fit_are_named() -> None:
-    from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+    from memfine_fx.kernels.layer import LayerOptions
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     sizes = Sizes()
     hidden, index = torch.randn(sizes.tokens, sizes.hidden), expert_index("random", sizes)
@@ -197,7 +200,8 @@ def test_tables_that_do_not_fit_are_named() -> None:
 
 
 def test_windows_beyond_32_bits_are_refused() -> None:
-    from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+    from memfine_fx.kernels.layer import LayerOptions
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     sizes = Sizes()
     hidden, index = torch.randn(sizes.tokens, sizes.hidden), expert_index("random", sizes)

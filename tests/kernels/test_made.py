@@ -73,7 +73,8 @@ def shapes_of(layout: str) -> list[tuple[int, int]]:
 
 def check(layout: str, pack: Callable[[tuple[int, int]], Packed], pattern: str, rows: int, **options: Any) -> None:
     """Output and gradients of tokens and of the routing weight, beside the layer on tables that are written out."""
-    from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+    from memfine_fx.kernels.layer import LayerOptions
+    from memfine_fx.kernels.swiglu import swiglu_experts
 
     hidden = torch.randn(SIZES.tokens, SIZES.hidden, device=DEVICE, requires_grad=True)
     weight = torch.rand(SIZES.tokens, SIZES.top_k, device=DEVICE, requires_grad=True)
@@ -114,7 +115,8 @@ class TestRefused:
     pytestmark = in_kernels
 
     def test_gradients_of_what_is_beside_made_tables(self) -> None:
-        from memfine_fx.kernels.layer import LayerOptions, swiglu_experts
+        from memfine_fx.kernels.layer import LayerOptions
+        from memfine_fx.kernels.swiglu import swiglu_experts
 
         made = [in_four_bits(shape) for shape in shapes_of("halves")]
         bias = [torch.randn(SIZES.experts, size, device=DEVICE) for size in (2 * SIZES.width, SIZES.hidden)]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from memfine_fx.kernels.tables import AdapterForm, KernelForm, Pointwise
+from memfine_fx.kernels.adapter_tables import AdapterForm
+from memfine_fx.kernels.tables import KernelForm, Pointwise
 from memfine_fx.records import ParamKind
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of
 
