@@ -35,7 +35,7 @@ from memfine_fx.compat.inductor import (
 from memfine_fx.compat.settings import AUTOGRAD_CACHE
 from memfine_fx.config import Config
 from memfine_fx.memory.liveness import GraphMemory
-from memfine_fx.memory.step import GraphRecord, GraphStep
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.fit import StepBudget
@@ -151,13 +151,13 @@ def partition_key(config: Config, identity: str) -> str:
 
 def _take_learned(step: GraphStep, changed: Callable[[], None], in_backward: BackwardContext, found: CacheHit) -> bool:
     """Whether a graph from the cache came with its record: step and backward are then as if it had been compiled."""
-    if not isinstance(found.record, GraphRecord):
+    if not isinstance(found.record, GraphStep):
         return False
     step.take(found.record)
-    trace_saving(found.record.saving)
+    trace_saving(step.saving)
     changed()
     if found.backward is not None:
-        _call_in(found.backward, found.record.donated, in_backward)
+        _call_in(found.backward, step.donated, in_backward)
     return True
 
 
@@ -172,7 +172,8 @@ def compile_and_read(
     """Inductor, and what its code allocates; where that cannot be read, the partitioner's estimate stays."""
     is_backward = bool(kwargs.get("is_backward"))
     counted = counted_inputs(graph_module.graph) if is_backward else None
-    saving = saving_ops(graph_module.graph) if is_backward else ()
+    if is_backward:
+        step.saving = saving_ops(graph_module.graph)
     compiled: Any = compile_inner(graph_module, inputs, **kwargs)
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
@@ -180,9 +181,10 @@ def compile_and_read(
         record_memory(step, is_backward, memory)
         step.estimated.discard("backward" if is_backward else "forward")
         changed()
-    donated = take_donated() if is_backward else ()
-    store_record(step.learned(donated, saving))
-    return _call_in(compiled, donated, in_backward) if is_backward else compiled
+    if is_backward:
+        step.donated = take_donated()
+    store_record(step.learned())
+    return _call_in(compiled, step.donated, in_backward) if is_backward else compiled
 
 
 def _call_in(compiled: Any, donated: Sequence[int], in_backward: BackwardContext) -> Any:

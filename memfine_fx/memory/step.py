@@ -14,9 +14,10 @@ gradients are results of the backward graphs: counted there, and in the backward
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import sympy
@@ -33,7 +34,6 @@ from memfine_fx.memory.sizes import larger
 from memfine_fx.records import SavePolicy, SavingOp
 
 __all__ = [
-    "GraphRecord",
     "GraphStep",
     "RegionMemory",
     "RunMemory",
@@ -114,31 +114,6 @@ class RegionMemory:
         return [(call.policy, call.num_saved_rows), ("nothing", others)]
 
 
-@dataclass(frozen=True)
-class GraphRecord:
-    """The memory record of a compiled graph, stored in a cache for the process that loads the graph from it.
-
-    Args:
-        donated: positions of saved tensors that its backward may write over.
-        saving: its backward ops that read what a region saved.
-        others: as those of `GraphStep`.
-    """
-
-    donated: tuple[int, ...]
-    saving: tuple[SavingOp, ...]
-    forward: GraphMemory | None
-    backward: GraphMemory | None
-    decision: str
-    saves_all: bool
-    optional: Mapping[str, float]
-    estimated: frozenset[Direction]
-    fusible_gradients: Mapping[tuple[str, int], int]
-    sizes: Mapping[str, int]
-    is_least: bool
-    base: str
-    chosen_by: int
-
-
 @dataclass
 class GraphStep:
     """One captured graph's forward and backward, and its regions by region id.
@@ -157,6 +132,8 @@ class GraphStep:
         fusible_gradients: (region id, place) of results of regions' backwards that are the whole gradient of an input
             -> place of that input (`passes.step.fusible_gradients`).
         chosen_by: the fewest bytes that a run would take, by the estimate that it was chosen by under a budget.
+        donated: positions of saved tensors that its compiled backward may write over.
+        saving: its backward ops that read what a region saved.
     """
 
     regions: dict[str, RegionMemory] = field(default_factory=dict)
@@ -172,32 +149,21 @@ class GraphStep:
     fusible_gradients: Mapping[tuple[str, int], int] = field(default_factory=dict)
     base: str = ""
     chosen_by: int = 0
+    donated: tuple[int, ...] = ()
+    saving: tuple[SavingOp, ...] = ()
 
-    def learned(self, donated: Sequence[int] = (), saving: Sequence[SavingOp] = ()) -> GraphRecord:
-        """Return a record of what compilation found out, without the regions, which every process analyses anew."""
-        return GraphRecord(
-            tuple(donated),
-            tuple(saving),
-            self.forward,
-            self.backward,
-            self.decision,
-            self.saves_all,
-            dict(self.optional),
-            frozenset(self.estimated),
-            dict(self.fusible_gradients),
-            dict(self.sizes),
-            self.is_least,
-            self.base,
-            self.chosen_by,
-        )
+    def learned(self) -> GraphStep:
+        """Return a copy of what compilation found out, without the regions, which every process analyses anew: a cache
+        stores it for the process that loads the graph from it.
+        """
+        sizes, optional, estimated = dict(self.sizes), dict(self.optional), set(self.estimated)
+        return replace(self, regions={}, heads={}, sizes=sizes, optional=optional, estimated=estimated)
 
-    def take(self, record: GraphRecord) -> None:
-        """Set the fields from the record of another process that compiled the same graph."""
-        self.forward, self.backward = record.forward, record.backward
-        self.decision, self.saves_all = record.decision, record.saves_all
-        self.optional, self.estimated = dict(record.optional), set(record.estimated)
-        self.fusible_gradients, self.is_least = record.fusible_gradients, record.is_least
-        self.base, self.chosen_by = record.base, record.chosen_by
+    def take(self, record: GraphStep) -> None:
+        """Set what another process learned that compiled the same graph."""
+        for own in fields(self):
+            if own.name not in ("regions", "heads", "sizes"):
+                setattr(self, own.name, copy.copy(getattr(record, own.name)))
         for name, hint in record.sizes.items():
             self.sizes.setdefault(name, hint)
 
