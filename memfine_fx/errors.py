@@ -265,7 +265,7 @@ class RanksDisagree(MemfineError, RuntimeError):
     """Ranks of an expert parallel group run different models, configs or layers; the message says what differs.
 
     Every rank of the group raises it at the same place, and the process group can be used further. A rank that could
-    not go on raises its own error instead, which the others are told.
+    not go on raises its own error instead, and the others learn of it.
     """
 
 

@@ -150,7 +150,7 @@ def is_same_view(left: fx.Node, right: fx.Node) -> bool:
 
 
 def provenance(node: fx.Node) -> Where:
-    """Module path and source line of a node, as far as the trace kept them."""
+    """Module path and source line of a node, as far as the trace has them."""
     stack = node.meta.get("nn_module_stack") or {}
     module = ""
     for entry in stack.values():

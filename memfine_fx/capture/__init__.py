@@ -7,7 +7,7 @@ It knows neither plans nor the compiler; of the passes only the markers that it 
 
 implementation   transformers' own switch between an eager expert loop and capturable spellings
 source           methods with expert loops that reach no graph, rewritten for the time of a compiled call
-flags            Dynamo's flags for data-dependent shapes, kept only where regions swallow all they let in
+flags            Dynamo's flags for data-dependent shapes, used only where all they let into graphs ends in regions
 output_recorders transformers' recorders, installed before a call instead of in it
 adapters         PEFT's adapters on expert tables, in the graph
 buckets, ranks   settings under DistributedDataParallel, and with experts on several ranks

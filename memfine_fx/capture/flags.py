@@ -1,7 +1,7 @@
-"""Dynamo's flags for data-dependent shapes: tried at the first call, kept only where they help.
+"""Dynamo's flags for data-dependent shapes: tried at the first call, used only where they help.
 
 A loop over experts takes as many rows as the routing gives. Dynamo leaves such code out of the graph unless
-told to capture it; told so, other code may fail to compile. So settings are tried from the most capable on:
+its flags are on; with them, other code may fail to compile. So settings are tried from the most capable on:
 a setting is left for the next as soon as compiling under it fails (backward graphs are compiled at once, so
 that this shows in the forward), or as soon as it lets data-dependent shapes into a graph without a loop that is
 raised (`LeftoverShapes`). The last setting is the user's own.
@@ -62,8 +62,8 @@ class CapturingCall:
         model: whose forward is compiled.
         compile_with: (setting, note) -> compiled callable; called once per setting tried. `note` must be called
             whenever a graph is about to be compiled.
-        on_settled: told the setting, after each call that worked under a new one, and why the one before did not.
-        on_refused: told (module, place, reason) of each loop that stays as it is written although it skips experts.
+        on_settled: called after each call that worked under a new setting, with it and why the one before did not.
+        on_refused: called with (module, place, reason) of each loop that skips experts and stays as it is written.
     """
 
     def __init__(

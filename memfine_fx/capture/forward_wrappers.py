@@ -122,7 +122,7 @@ class DispatchedCalls(Protocol):
     model: torch.nn.Module
 
     def dispatch(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """Run one of its compiled calls; kept out of graphs of others."""
+        """Run one of its compiled calls; other compiled code breaks its graph here."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Weights that are kept quantized, captured so that nothing keeps them whole.
+"""Quantized weights, captured so that no tensor of all of them in full precision is saved.
 
 bitsandbytes caches what it makes of a table in 4 bits until the module's forward ends, for modules that read it more
 than once. In a graph that would be an output: the whole table, alive from its layer to the end of forward. For the time

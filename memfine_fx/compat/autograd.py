@@ -46,7 +46,7 @@ def is_graph_kept() -> bool:
 
 
 def has_gradient_hooks(leaf: Any) -> bool:
-    """Whether somebody is told of what is added to a leaf's gradient, or of its being added."""
+    """Return whether a leaf has hooks that run before or after its gradient is accumulated."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 

@@ -115,16 +115,18 @@ def layers_in_4_bits(model: torch.nn.Module) -> list[Any]:
     return layers if layers and LAYERS.holds() else []
 
 
-def pack_layers(model: torch.nn.Module, kept: Collection[str]) -> None:
+def pack_layers(model: torch.nn.Module, excluded: Collection[str]) -> None:
     """Put a `Linear4bit` in the place of each plain linear layer, as transformers does for `load_in_4bit`: NF4, scales
     quantized too, products in the weight's dtype. Weights may be meta tensors.
 
     Args:
-        kept: names of layers that stay as they are.
+        excluded: names of layers that stay as they are.
     """
     _make_codebook()
     layers = [
-        (name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear and name not in kept
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and name not in excluded
     ]
     for name, linear in layers:
         model.set_submodule(name, _packed_layer(linear))
@@ -149,7 +151,7 @@ def pack_table(module: torch.nn.Module, name: str) -> None:
 
 
 def _make_codebook() -> None:
-    """The codebook of scales is kept for the process where it is first asked for: never on the meta device."""
+    """The codebook of scales is cached for the process where it is first asked for: never on the meta device."""
     functional: Any = importlib.import_module("bitsandbytes.functional")
     functional.quantize_blockwise(torch.zeros(1))
 

@@ -23,7 +23,7 @@ def _check_ignored() -> None:
     wrapper = torch.nn.parallel.DistributedDataParallel
     probe = torch.nn.Identity()
     wrapper._set_params_and_buffers_to_ignore_for_model(probe, ["probe"])  # type: ignore[no-untyped-call]
-    expect(getattr(probe, _IGNORED, None) == ["probe"], "what is ignored is kept elsewhere")
+    expect(getattr(probe, _IGNORED, None) == ["probe"], "ignored names are stored elsewhere")
     expect(f"module.{_IGNORED}" in inspect.getsource(wrapper.__init__), "what is ignored is not read")
 
 

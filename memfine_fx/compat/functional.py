@@ -67,7 +67,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def functional_value(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor behind a functional tensor, after all writes so far; any other tensor as it is.
 
-    It is the very object that the last operation gave, so that values can be kept by identity.
+    It is the very object that the last operation gave, so that values can be compared by identity.
     """
     if not torch._C._functorch.is_functionaltensor(tensor):
         return tensor
@@ -93,7 +93,7 @@ def check_functional_tensors() -> None:
         torch.func.functionalize(look, remove="mutations")(plain)
     expect(
         "aten.add.Tensor" in calls and "aten.add_.Tensor" not in calls[: calls.index("aten.add.Tensor")],
-        f"told {calls}",
+        f"the calls are {calls}",
     )
     expect(inside == [True, True, True], f"functional tensors are {inside}")
     expect(functional_value(plain) is plain, "a plain tensor is not itself")

@@ -56,7 +56,7 @@ def compile_through_cache(compiled: Callable[[], ResultT], take: Callable[[Cache
 
     Args:
         compiled: compiles it; called again where a hit is of no use.
-        take: told of a hit; False where it lacks its record.
+        take: called with a hit; returns False where it lacks its record.
     """
     if AUTOGRAD_CACHE.holds() and CACHED_RECORDS.holds():
         with _reading_cache() as hit:
@@ -231,8 +231,8 @@ def _check_cached_records() -> None:
         f"post_compile takes {', '.join(parameters)}",
     )
     metadata: Any = ViewAndMutationMeta([], [], 0, True, [], [], [], [], [])
-    setattr(metadata, _RECORD, "kept")
-    expect(getattr(pickle.loads(pickle.dumps(metadata)), _RECORD, "") == "kept", "metadata loses what is stored in it")
+    setattr(metadata, _RECORD, "stored")
+    expect(getattr(pickle.loads(pickle.dumps(metadata)), _RECORD, "") == "stored", "metadata loses its record")
 
 
 def _check_partitioner() -> None:

@@ -170,7 +170,7 @@ OBJECTS = Feature(
     package="torch",
     purpose="counting the state of optimizers that have not stepped yet",
     seen=("2.11", "2.15"),
-    fallback="Optimizers made before the first step are not seen, so a memory_budget is kept from the second step on, "
+    fallback="Optimizers made before the first step are not seen, so a memory_budget holds from the second step on, "
     "when their state is there.",
     check=_check_objects,
 )

@@ -1,6 +1,6 @@
 """A compiled graph with chunked regions, as a training loop calls it.
 
-Every call is noted, and under a budget the graph is made again where what was there at the first call no longer holds:
+Every call is recorded, and under a budget the graph is partitioned again where the first call's bytes no longer apply:
 a graph is split into forward and backward for the bytes that its first call may use, and later calls may have fewer,
 for good reasons: gradients to accumulate onto, state of an optimizer that did not exist yet, longer sequences. So there
 are several partitions of one graph.
@@ -278,7 +278,7 @@ class CompiledGraph:
         try:
             shape_env = again.fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
-            with observed_passes(session), compiling_again(again.fake_mode), session.diagnostics.timed("made again"):
+            with observed_passes(session), compiling_again(again.fake_mode), session.diagnostics.timed("recompile"):
                 module = captured_copy(again.graph_module)
                 partition = self._compile(module, again.inputs, step, budget, partitioned=check)
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see

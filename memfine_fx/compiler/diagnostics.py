@@ -1,4 +1,4 @@
-"""What a session says of itself: notes, warnings, what refused attempts saw, and the seconds of its stages."""
+"""Diagnostics of a session: notes, warnings, refusals of abandoned attempts, and the seconds of its stages."""
 
 from __future__ import annotations
 

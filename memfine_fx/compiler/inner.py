@@ -101,10 +101,10 @@ def compile_with_regions(
     Args:
         graph_module, example_inputs: from Dynamo, rewritten.
         config: options; not with the inner backend "eager", which compiles nothing.
-        step: told what forward and backward hold.
+        step: its record of forward and backward is set.
         budget, rates: see `StepPartitioner`.
         changed: called when more is known of the graph's memory than before.
-        in_backward: what each run of the backward happens in; told whether it keeps the graph.
+        in_backward: returns a context manager for each run of the backward, given whether the graph is retained.
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
         mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
         identity: what the partition follows from beside the graph and the config, as text; "" where that is not known,

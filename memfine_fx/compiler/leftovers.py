@@ -23,7 +23,7 @@ __all__ = ["as_told_by_attempts", "check_leftover_shapes"]
 def check_leftover_shapes(
     body: fx.GraphModule,
     outcomes: Sequence[LoweredRegion | Refusal],
-    kept: list[Refusal],
+    whole_layers: list[Refusal],
     cuts: Sequence[OpenCut] = (),
 ) -> None:
     """Refuse an attempt that helped nothing here, or that runs skipped bodies which may raise without rows.
@@ -31,7 +31,7 @@ def check_leftover_shapes(
     Data-dependent shapes beside a loop that was raised are left to the compiler: it fails now or never.
 
     Args:
-        kept: given the refusals of layers that the attempt saw whole.
+        whole_layers: extended by the refusals of layers that the attempt saw whole.
         cuts: that only a region proves which swallows them.
 
     Raises:
@@ -50,7 +50,7 @@ def check_leftover_shapes(
         is_left = may_raise or (not has_loop and has_unbacked_shape(node))
         if node not in swallowed and is_left and not is_only_asserted(node):
             refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
-            kept.extend(
+            whole_layers.extend(
                 refusal for refusal in refusals if refusal.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS)
             )
             reason = f"; refused: {'; '.join(refusal.details for refusal in refusals)}" if refusals else ""
@@ -67,13 +67,13 @@ def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node]) -> None:
 
 
 def as_told_by_attempts(
-    outcomes: Sequence[LoweredRegion | Refusal], kept: Sequence[Refusal]
+    outcomes: Sequence[LoweredRegion | Refusal], whole_layers: Sequence[Refusal]
 ) -> list[LoweredRegion | Refusal]:
     """Outcomes in which a graph break before the experts is what an attempt without that break refused them for."""
-    return [_explain(outcome, kept) if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
+    return [_explain(outcome, whole_layers) if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
 
 
-def _explain(refusal: Refusal, kept: Sequence[Refusal]) -> Refusal:
+def _explain(refusal: Refusal, whole_layers: Sequence[Refusal]) -> Refusal:
     layer = refusal.where.module.rpartition(".")[0]  # a router and its experts stand in one module
-    of_layer = [candidate for candidate in kept if not layer or candidate.where.module.startswith(f"{layer}.")]
+    of_layer = [candidate for candidate in whole_layers if not layer or candidate.where.module.startswith(f"{layer}.")]
     return of_layer[0] if of_layer and refusal.reason is Reason.GRAPH_BREAK else refusal

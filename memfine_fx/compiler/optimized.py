@@ -5,8 +5,8 @@ module is copied or pickled, so the call stands among the attributes of the modu
 call of the copy, with the same options. The copy exists then, because copy and pickle remember an object before they
 fill it, but it is empty: so its session opens at its first call.
 
-A shallow copy (`copy.copy`) cannot be told apart from its model by anything that it holds, so it does not keep the
-call, and a warning says so.
+A shallow copy (`copy.copy`) holds nothing by which it differs from its model, so it loses the call, and a warning says
+so.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Options:
     """How a model was optimized.
 
     Args:
-        config: with what `optimize` was told beside it.
+        config: with the other arguments of `optimize`.
         fullgraph, dynamic: of `torch.compile`.
         on_ranks: whether its experts are on several ranks.
     """

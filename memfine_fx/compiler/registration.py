@@ -2,7 +2,7 @@
 
 An installed package is found by Dynamo through its entry point. A bare checkout has none, and accelerate (thus
 `TrainingArguments(torch_compile_backend="memfine")`) takes only names in an enumeration of its own. So both modules are
-watched: one that is loaded already is told now, the other right after it loads.
+watched: one that is loaded already is changed now, another right after it loads.
 
 `import memfine_fx` does that. Programs that read a config file, such as `trl sft` or `llamafactory-cli train`, import
 nothing of ours: where MEMFINE_OPTIONS is set, `import torch` imports memfine_fx (`memfine_fx_autoload`).

@@ -41,7 +41,7 @@ def warn_without_regions(session: Session) -> None:
     optimized model has a session of its own, and graphs that know its parameters by other names where they are sharded.
     """
     model = None if session.holds_compiled else running_model()
-    # What FSDP2 gathers for a layer's call is no parameter of the model, so its graphs cannot be told from another's.
+    # What FSDP2 gathers for a layer's call is no parameter of the model, so its graphs look like those of another.
     is_known = model is not None and not any(map(is_sharded, model.parameters()))
     part = session.without_regions(model if is_known else None)
     if part is None:

@@ -6,7 +6,7 @@ slices      the paper's token slices in the place of rounds, for comparison
 exchange    counts, rows and results over torch.distributed, with errors that name layer and round
 packing     tensors that travel together as columns of one buffer
 arrival     rows of one round on their way
-kept        rounds that are kept from forward to backward
+saved       rounds that forward saves for backward
 walk        forward and backward of one layer, round by round, on the bodies of the single process
 bandwidth   bytes a second between the ranks, measured once
 groups      the process group and its replicas

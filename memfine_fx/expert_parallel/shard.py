@@ -49,7 +49,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     Expert weights are parameters of three dimensions or more, with the biases beside them, that share their first size
     in a module whose class or path names experts or MoE; lists of experts are a ModuleList or ModuleDict called so, of
     equal members. Adapters of PEFT on expert weights are cut like these. Every rank must hold the same whole model, as
-    for DistributedDataParallel. DDP is told to ignore the experts.
+    for DistributedDataParallel. DDP ignores the experts.
 
     Args:
         model: whole, the same on every rank.
@@ -60,7 +60,7 @@ def shard_experts(model: nn.Module, ranks: ExpertGroup, config: Config | None = 
     Raises:
         ConfigError: no experts were found, the model is sharded already, or PEFT's adapters cannot be shared out.
         RanksDisagree: the ranks' models or configs differ; the message says in what.
-        MemfineError: DistributedDataParallel of this torch cannot be told to leave parameters alone.
+        MemfineError: DistributedDataParallel of this torch cannot ignore parameters.
     """
     if sharded_parameters(model):
         raise ConfigError("this model's experts are sharded already")

@@ -186,8 +186,8 @@ def _down_backward_kernel(
     )  # fmt: skip
     if HAS_WEIGHT:
         if HAS_BIAS:  # noqa: SIM102 - decided when it is compiled
-            # Once for every row, after the loop that is kept free of it; a few columns at a time, since more would
-            # not stay in registers beside what the loop leaves.
+            # Once for every row, after the loop, whose registers it does not take; a few columns at a time, since more
+            # would not stay in registers beside what the loop leaves.
             if column_tile == 0:
                 for begin in tl.range(0, HIDDEN, 16, num_stages=1):
                     places = begin + tl.arange(0, 16)

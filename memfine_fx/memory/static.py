@@ -26,7 +26,7 @@ def static_terms(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.
 def foreseen_state_bytes(parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes that optimizers which have not stepped yet will hold of these parameters.
 
-    Known of torch's own optimizers and of bitsandbytes', to the byte: what is made for a budget is made again where
+    Known of torch's own optimizers and of bitsandbytes', to the byte: a partition for a budget is made anew where
     this number changes. Others count as they are.
     """
     wanted = {id(parameter) for parameter in parameters}

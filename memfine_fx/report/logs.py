@@ -33,7 +33,7 @@ def set_up_logs() -> None:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, told from the user's."""
+    """A handler of memfine_fx, as a class of its own so that a user's handler is not taken for it."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)

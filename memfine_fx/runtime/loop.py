@@ -138,7 +138,7 @@ def run_forward(
     Args:
         place: of a layer with K = 1 all of whose rows are in chunks: contributions are set there, not summed.
         saved: bodies that save tensors for backward, and where to write these.
-        on_failure: told the rows that a chunk may have from now on, after an allocation failed and the chunks
+        on_failure: called with the rows that a chunk may have from now on, after an allocation failed and the chunks
             were halved.
 
     Raises:

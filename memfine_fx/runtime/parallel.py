@@ -33,7 +33,7 @@ class RowExchange(Protocol):
         """Every rank's counts, and what goes with them; a collective call.
 
         Raises:
-            IndexError: see `LiveRegion.check_ids`; the other ranks are told.
+            IndexError: see `LiveRegion.check_ids`; the other ranks raise an error, too.
         """
         ...
 

@@ -79,7 +79,7 @@ class LiveRegion(Live[ChunkPlan]):
         out_of_range: what assignments with an expert id outside [0, E) do; negative ones that count from the end were
             made positive before they come here.
         tuner: how many chunks a step's rows get under the plan.
-        warn: told in words when an allocation failed and the plan was lowered.
+        warn: called with a message when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
         kernels: the GPU kernels that run it; None where its bodies do. Copies of it in other dtypes, as checks make
             them, may run in bodies all the same.

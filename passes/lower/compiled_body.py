@@ -57,7 +57,7 @@ def set_outputs(graph_module: fx.GraphModule, results: list[fx.Node]) -> None:
 
 
 def _peak(traced: TracedBody, inner: InnerBackend) -> sympy.Expr:
-    """Peak of one call in R (and G): the maximum over its program points, kept as one expression."""
+    """Peak of one call in R (and G): the maximum over its program points, as one expression."""
     peaks = live_peaks(traced.graph_module.graph, is_fused=inner == "inductor")
     renamed = [peak.subs({traced.rows: ROWS, traced.groups: GROUPS}) for peak in peaks]
     assert all(peak.free_symbols <= {ROWS, GROUPS} for peak in renamed), "a body's sizes are R, G and numbers"

@@ -1,7 +1,7 @@
 """Normal form: nodes of Dynamo's graph, run one by one as functional ATen on their fake tensors.
 
-Every call of functional ATen is told as it happens: decomposed, mutations turned into new values, autocast's casts
-written out. Whoever listens gives a value to its results, and knows which node of Dynamo's graph is running. No graph
+A callback gets every call of functional ATen as it happens: decomposed, mutations turned into new values, casts of
+autocast written out. Whoever listens gives a value to its results, and knows which node of Dynamo's graph is running. No graph
 is traced: what is not reached from a routing decision costs nothing, and reading can stop at the exit.
 
 Three operations stay whole, because their own words say more than what they become: every spelling of a grouped matmul
@@ -61,7 +61,7 @@ def _(rows: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor) -> torch.T
 
 @torch.library.custom_op("memfine::einsum", mutates_args=())
 def einsum(equation: str, operands: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`torch.einsum` kept whole: its letters say more than the matmuls it becomes.
+    """`torch.einsum` as one call: its letters say more than the matmuls it becomes.
 
     Args:
         dtype: that operands are cast to; not a call of its own, since a cast of a parameter does not say where in it
@@ -176,7 +176,7 @@ class NormalForm:
             CannotChunk: it cannot be run on fake tensors.
         """
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
-        self._running = node  # and stays: views that are made again after a write belong to it
+        self._running = node  # and stays: views that are recomputed after a write belong to it
         try:
             with enter_autocast(self._modes[node]):
                 self._env[node] = _called(node, args, kwargs)
@@ -199,7 +199,7 @@ class NormalForm:
     def _notice_call(self, target: Any, args: Any, kwargs: Any, out: Any) -> None:
         if self._running is None or not isinstance(target, OpOverload) or target.namespace == "prim":
             return
-        self._held.append(out)  # values are kept by identity, so results must stay alive
+        self._held.append(out)  # values are compared by identity, so results must stay alive
         # What torch's own code writes below functionalization (rms_norm's `add_`) is a new value of the same tensor.
         self._tell(Call(without_write(target) or target, args, kwargs, out, self._running))
 

@@ -147,7 +147,7 @@ class Reader(Roles):
     def _run(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
             self._pull(source, self.flow.position[node])
-        self._operand_values(node)  # leaves are told by their nodes
+        self._operand_values(node)  # leaves are identified by their nodes
         self.ran[node] = None
         try:
             self._form.run(node)

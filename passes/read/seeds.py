@@ -124,7 +124,7 @@ def _has_choices_of(node: fx.Node, source: torch.Tensor) -> bool:
 def _frame(seed: fx.Node, flow: Dataflow, *, has_choices: bool) -> Frame | None:
     value = tensor_of(seed)
     shape = tuple(value.shape)
-    # A frame has a number for K, and asking for one would make it a guard that cannot be kept.
+    # A frame has a number for K, and asking for one would make it a guard that later calls fail.
     if has_choices and free_unbacked_symbols(shape[-1]):
         return None  # how many are chosen is decided by the data
     if has_choices and not _belongs_to_architecture(shape[-1]):

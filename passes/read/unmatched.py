@@ -1,6 +1,6 @@
 """Lonely seeds: routing decisions that no expert matmul was found for, and what they are instead.
 
-Told apart by what reads the chosen indices: a graph break, a mask, rows of a table (experts of one vector each, or
+They differ by what reads the chosen indices: a graph break, a mask, rows of a table (experts of one vector each, or
 stored flat), rows of activations (tokens picked for experts, keys for queries), or nothing of this kind (sampling).
 """
 

@@ -82,7 +82,7 @@ class StepPartitioner(CustomPartitionerFn):
         budget: what the step may use; None without a budget.
         rates: of the device, where regions may save what a run has room for (`fit.give_room`); None where they may not.
         kind: this partition, whatever fits; None where the budget, or its absence, decides.
-        report: told the partition that was chosen.
+        report: called with the partition that was chosen.
         key: what `fits` depends on, as text: part of the identity of compiled code.
     """
 

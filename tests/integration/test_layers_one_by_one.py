@@ -97,7 +97,7 @@ def test_plans_stay_while_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
         model.zero_grad()
     monkeypatch.setattr(Session, "forget_plans", lambda self: pytest.fail("plans were forgotten"))
     step(model, x)
-    assert own_session(model).diagnostics.stage_seconds.get("made again", 0.0) == 0.0
+    assert own_session(model).diagnostics.stage_seconds.get("recompile", 0.0) == 0.0
 
 
 def test_a_layer_that_is_gone_counts_no_more() -> None:

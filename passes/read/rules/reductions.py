@@ -98,7 +98,7 @@ def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call
 
 
 def _layer_norm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Normalisation over the last dimensions; the statistics it also returns are not kept."""
+    """Normalisation over the last dimensions; the statistics it also returns are not tracked."""
     rows = reader.as_rows(args[0], call)
     num_inner = call.args[0].ndim - rows.labels.num_dims
     # Statistics over more dimensions than a row has would be those of several rows.
