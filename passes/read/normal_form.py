@@ -1,8 +1,8 @@
 """Normal form: nodes of Dynamo's graph, run one by one as functional ATen on their fake tensors.
 
 A callback gets every call of functional ATen as it happens: decomposed, mutations turned into new values, casts of
-autocast written out. Whoever listens gives a value to its results, and knows which node of Dynamo's graph is running. No graph
-is traced: what is not reached from a routing decision costs nothing, and reading can stop at the exit.
+autocast written out. Whoever listens gives a value to its results, and knows which node of Dynamo's graph is running.
+No graph is traced: what is not reached from a routing decision costs nothing, and reading can stop at the exit.
 
 Three operations stay whole, because their own words say more than what they become: every spelling of a grouped matmul
 is `memfine::grouped_mm`, an einsum in letters is `memfine::einsum` (with the dtype that autocast gives its operands),
