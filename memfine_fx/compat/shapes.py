@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from memfine_fx.compat.checks import Feature, expect
@@ -15,6 +16,7 @@ __all__ = [
     "HINTS",
     "check_symbols",
     "hints_of_symbols",
+    "read_size",
     "symbolic_size",
     "unbacked_size",
 ]
@@ -29,6 +31,20 @@ def symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
     size = shape_env.create_symintnode(symbol, hint=hint, source=source)
     assert isinstance(size, torch.SymInt)
     return size
+
+
+def read_size(graph: fx.Graph, count: fx.Node) -> fx.Node:
+    """Return a new node that reads a size from a node's fake tensor [] int64, as a graph with `count.item()` does.
+
+    It stands where the graph inserts nodes.
+    """
+    number = graph.call_function(torch.ops.aten._local_scalar_dense.default, (count,))
+    fake_mode = count.meta["val"].fake_mode
+    # Dynamo allows it by `capture_scalar_outputs`, for what it captures; this node comes later.
+    fake_mode.allow_scalar_outputs = True
+    size = unbacked_size(fake_mode.shape_env)
+    number.meta.update(count.meta, val=size, unbacked_bindings={size.node.expr: ()})
+    return number
 
 
 def unbacked_size(shape_env: ShapeEnv) -> torch.SymInt:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
-from memfine_fx.compat.shapes import unbacked_size
+from memfine_fx.compat.shapes import read_size
 from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
 from memfine_fx.records import SavePolicy, SavingOp
@@ -181,9 +181,7 @@ def _num_saved_rows(joint: fx.Graph, forward: fx.Node) -> fx.Node:
     """Return a node for the number of saved rows, a size that only a run knows."""
     order, region_id = forward.args[2], forward.args[5]
     count = _call(joint, forward, torch.ops.memfine.num_saved_rows.default, order, region_id)
-    number = joint.call_function(_aten._local_scalar_dense.default, (count,))
-    size = unbacked_size(count.meta["val"].fake_mode.shape_env)
-    number.meta.update(count.meta, val=size, unbacked_bindings={size.node.expr: ()})
+    number = read_size(joint, count)
     must_save(number)
     return number
 
