@@ -93,7 +93,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         return
     autograd: Any = torch._C._autograd
     hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+    # True: also while AOT autograd traces, when hooks are hidden but `torch.func` still refuses to run under them.
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         autograd._pop_saved_tensors_default_hooks()
     try:
