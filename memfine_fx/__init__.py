@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         MemfineError,
     )
     from memfine_fx.records.verification import RegionVerification, VerifyReport
-    from memfine_fx.report.reports import RegionReport, Report
+    from memfine_fx.report.entries import RegionReport
+    from memfine_fx.report.reports import Report
 
 __all__ = [
     "BudgetInfeasible",

@@ -317,7 +317,7 @@ def log_scalars(writer: ScalarWriter, model: torch.nn.Module | Callable[..., Any
 
 
 def _open_session(config: Config, *, is_dry: bool = False) -> Session:
-    from memfine_fx.compiler.observer import DryRun, Observer
+    from memfine_fx.compiler.session import DryRun, Observer
     from memfine_fx.compiler.sessions import open_session
 
     return open_session(config, holds_compiled=True, observer=DryRun() if is_dry else Observer())

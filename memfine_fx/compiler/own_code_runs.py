@@ -21,8 +21,7 @@ from memfine_fx.capture.undo import Generators, ModelState, functions_of, named_
 from memfine_fx.compat.functional import Writes
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import tree_leaves, tree_map
-from memfine_fx.compiler.observer import Observer
-from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.session import Observer, Session
 from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
 from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.records import Refusal

@@ -24,8 +24,7 @@ from memfine_fx.compat.settings import ACTIVATION_BUDGET, AUTOGRAD_CACHE
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.compiled_graph import CompiledGraph, CompiledPartition
 from memfine_fx.compiler.inner import BackwardContext, backward_call, record_memory, take_estimate
-from memfine_fx.compiler.observer import Observer
-from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.session import Observer, Session
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.memory.wrapper_code import read_wrapper

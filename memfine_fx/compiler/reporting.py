@@ -18,7 +18,8 @@ from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.budget import budget_bytes, describe_budget, device_of
 from memfine_fx.records import MoERegion, Refusal
 from memfine_fx.records.verification import VerifyReport
-from memfine_fx.report.reports import HeadReport, RegionReport, Report, StepReport
+from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
+from memfine_fx.report.reports import Report
 from memfine_fx.report.summary import first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 

@@ -10,9 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfine_fx.compat.checks import warn_outside_tested_range
-from memfine_fx.compiler.observer import Observer
 from memfine_fx.compiler.reporting import log_first_step
-from memfine_fx.compiler.session import Session
+from memfine_fx.compiler.session import Observer, Session
 from memfine_fx.config import Config
 from memfine_fx.report.logs import set_up_logs
 

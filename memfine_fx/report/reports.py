@@ -1,210 +1,35 @@
-"""Reports: what was found, chosen or refused, and why; as text and as JSON."""
+"""Reports of a model: as text, JSON and pictures, and as HTML: a fragment for a notebook, and a file of its own.
+
+HTML shows regions and heads with status and reason, what is alive at the predicted peak, and the measured step over
+time where there is one. Styles are inline and drawings are SVG, so that no script runs and nothing is loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from memfine_fx.errors import MemfineError, Reason
+from memfine_fx.errors import MemfineError
 from memfine_fx.memory.timeline import Timeline
-from memfine_fx.records import ChunkPlan, RegionDims, Where
-from memfine_fx.records.heads import HeadDims, HeadPlan
-from memfine_fx.report.picture import RegionGraph, region_svg
-from memfine_fx.runtime.loads import Imbalance, RoundStats
+from memfine_fx.records import Where
+from memfine_fx.report.picture import region_svg
 
 if TYPE_CHECKING:  # sympy would be most of the package's import time
     import sympy
 
-    from memfine_fx.memory.step import StepPeak
 
-__all__ = ["HeadReport", "RegionReport", "Report"]
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
+from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
 
-def _refused(what: str, reason: str, node: str | None, hint: str) -> str:
-    at = f" [node {node}]" if node else ""
-    return f"refused  {what}: {reason}{at}" + f"\n           hint: {hint}"
-
-
-@dataclass(frozen=True)
-class RegionReport:
-    """One region, or one routing decision that led to none.
-
-    Args:
-        status: "chunked" or "refused".
-        where: module path and source line.
-        reason: why this plan, or why refused.
-        family: spelling that matched, None if refused.
-        dims: sizes, None if refused.
-        plan: what ran last (or would run), None if refused or not yet run.
-        num_tokens: T of that run.
-        num_chunks: chunks of that run, 0 if it has not run.
-        largest_chunk: rows of its largest chunk.
-        imbalance: how uneven its routing was in the latest steps, None if it has not run.
-        num_ranks: that share its experts.
-        rounds: of its latest step, where its experts live on several ranks.
-        num_added: gradients of its parameters that its latest backward added to where they were, making no others.
-        body_key: content hash of the expert bodies; equal for layers that share them.
-        node: the graph node where a proof stopped.
-        verified_error: worst relative error that `verify` saw, None where it was not asked for.
-        refused_for: name of the `errors.Reason`, "" if chunked.
-        hint: what can be done about a refusal.
-        graph: the region with its router, from `explain`; see `picture`.
-        uncompared: why its gradients could not be compared with autograd's when it was compiled, "" where they agree.
-        not_compared_with_code: why its layer could not be compared with the model's own code, "" where they agree.
-        makes_tables: where tables are computed (adapters, quantized weights): how each expert's is made when it runs.
-        why_expanded: why such tables are computed whole, ahead of the experts; "" where they are not.
-        runs_in: on a GPU, "GPU kernels", or "bodies" and why; "" elsewhere.
-    """
-
-    status: Literal["chunked", "refused"]
-    where: Where
-    reason: str
-    family: str | None = None
-    dims: RegionDims | None = None
-    plan: ChunkPlan | None = None
-    num_tokens: int = 0
-    num_chunks: int = 0
-    largest_chunk: int = 0
-    imbalance: Imbalance | None = None
-    num_ranks: int = 1
-    rounds: RoundStats | None = None
-    num_added: int = 0
-    body_key: str | None = None
-    node: str | None = None
-    verified_error: float | None = None
-    refused_for: str = ""
-    hint: str = ""
-    graph: RegionGraph | None = None
-    uncompared: str = ""
-    not_compared_with_code: str = ""
-    makes_tables: str = ""
-    why_expanded: str = ""
-    runs_in: str = ""
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether experts stand behind the choice; an auxiliary loss chooses too."""
-        return self.refused_for != Reason.NO_EXPERTS.name
-
-    def __str__(self) -> str:
-        if self.status == "refused":
-            return _refused(str(self.where), self.reason, self.node, self.hint)
-        dims = self.dims
-        assert dims is not None
-        tokens = self.num_tokens or dims.tokens
-        sizes = f"T={tokens} H={dims.hidden} E={dims.num_experts} K={dims.top_k} F={dims.expert_width}"
-        verified = "" if self.verified_error is None else f", verified to {self.verified_error:.1e}"
-        line = f"chunked  {self.where}: {self.family}, {sizes}{verified}"
-        if self.makes_tables:
-            line += f", {self.makes_tables}"
-        if self.why_expanded:
-            line += f", its tables computed whole ({self.why_expanded})"
-        if self.runs_in:
-            line += f", in {self.runs_in}"
-        if self.uncompared:
-            line += f", gradients not compared when it was compiled ({self.uncompared})"
-        if self.plan is None:
-            return f"{line}; plan chosen at the first step"
-        plan = self.plan
-        size = f"R={plan.rows_per_chunk}" if not plan.tokens_per_chunk else f"{plan.tokens_per_chunk} tokens"
-        ran = f", {self.num_chunks} chunks" if self.num_chunks else ""
-        if self.rounds is not None:
-            ran += f", {self.rounds}"
-        elif self.num_ranks > 1:
-            ran += f", experts on {self.num_ranks} ranks, rounds of at most {plan.rows_at_once:,} rows"
-        ran += f", {plan.policy} of {plan.num_saved_rows:,} rows saved" if plan.num_saved_rows else ""
-        ran += f", {self.num_added} gradients added to where they were" if self.num_added else ""
-        ran += f", imbalance {self.imbalance}" if self.imbalance else ""
-        return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
-
-
-@dataclass(frozen=True)
-class HeadReport:
-    """A language model's head (projection and cross-entropy), or a loss whose logits stayed whole.
-
-    Args:
-        status: "chunked" or "refused".
-        where: module path and source line.
-        reason: why this plan, or why refused.
-        dims: sizes, None if refused.
-        plan: what ran last (or would run), None if refused or not yet run.
-        num_tokens: T of that run, 0 if it has not run.
-        num_chunks: of that run, 0 if it has not run.
-        drops_logits: whether the model's output has None in the place of its logits.
-        verified_error: worst relative error that `verify` saw, None where it was not asked for.
-        node: the graph node that stood against it.
-        refused_for: name of the `errors.Reason`, "" if chunked.
-        hint: what can be done about a refusal.
-    """
-
-    status: Literal["chunked", "refused"]
-    where: Where
-    reason: str
-    dims: HeadDims | None = None
-    plan: HeadPlan | None = None
-    num_tokens: int = 0
-    num_chunks: int = 0
-    drops_logits: bool = False
-    verified_error: float | None = None
-    node: str | None = None
-    refused_for: str = ""
-    hint: str = ""
-
-    def __str__(self) -> str:
-        if self.status == "refused":
-            return _refused(f"head {self.where}", self.reason, self.node, self.hint)
-        dims = self.dims
-        assert dims is not None
-        line = f"chunked  head {self.where}: T={self.num_tokens or dims.tokens} H={dims.hidden} V={dims.vocab}"
-        if self.drops_logits:
-            line += ", logits are not returned"
-        if self.verified_error is not None:
-            line += f", verified to {self.verified_error:.1e}"
-        if self.plan is None:
-            return f"{line}; plan chosen at the first step"
-        ran = f", {self.num_chunks} chunks" if self.num_chunks else ""
-        plan = self.plan
-        return (
-            f"{line}; {plan.tokens_per_chunk} tokens a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
-        )
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The predicted memory of a whole step.
-
-    Args:
-        static: (name, bytes) of what is there before the step: parameters, existing gradients, optimizer state.
-        peak: beyond that; new gradients are among its terms.
-        decision: what outside of regions is saved or recomputed, "" where that was not asked.
-        expression: makes the peak as a sympy expression in the sizes that vary.
-        budget: by which budget it was planned, in words.
-    """
-
-    static: tuple[tuple[str, int], ...]
-    peak: StepPeak
-    decision: str
-    expression: Callable[[], sympy.Expr]
-    budget: str = ""
-
-    @property
-    def static_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.static)
-
-    @property
-    def predicted_peak_bytes(self) -> int:
-        return self.static_bytes + self.peak.num_bytes
-
-    def lines(self) -> list[str]:
-        terms = [*(term for term in self.static if term[1]), *self.peak.terms]
-        terms.sort(key=lambda term: -term[1])
-        head = f"  predicted peak of the step: {self.predicted_peak_bytes:,} B, in its {self.peak.where}"
-        lines = [head, *(f"    {num_bytes:>16,} B  {name}" for name, num_bytes in terms)]
-        return [*lines, *(f"  {words}" for words in (self.decision, self.budget) if words)]
+__all__ = ["Report", "fragment", "page"]
 
 
 @dataclass(frozen=True)
@@ -339,8 +164,6 @@ class Report:
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        from memfine_fx.report.page import fragment
-
         return fragment(self)
 
     def to_html(self, path: str | Path) -> None:
@@ -349,8 +172,6 @@ class Report:
         Args:
             path: of the file.
         """
-        from memfine_fx.report.page import page
-
         Path(path).write_text(page(self), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
@@ -379,3 +200,147 @@ def _file_name(where: Where) -> str:
 
 def _jsonable(value: Any) -> str:
     return str(value)
+
+
+MIB = 2**20
+_WIDTH, _HEIGHT = 800, 200
+_MAX_POINTS = 2000
+_COLOURS = {"forward": "#7aa6d8", "backward": "#d8a57a"}
+_STYLE = """
+.memfine{font:14px/1.45 system-ui,sans-serif;color:#222;background:#fff;max-width:60rem;padding:.5rem}
+.memfine h3{font-size:1rem;margin:1rem 0 .3rem}
+.memfine .wide{overflow-x:auto}
+.memfine table{border-collapse:collapse;width:100%}
+.memfine th,.memfine td{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0;border-bottom:1px solid #e3e3e3}
+.memfine td{overflow-wrap:break-word}
+@media(max-width:40rem){.memfine td{overflow-wrap:anywhere}}
+.memfine .number{text-align:right;white-space:nowrap}
+.memfine .chunked{color:#1a6b2f;white-space:nowrap}
+.memfine .refused{color:#a32020;white-space:nowrap}
+.memfine .bar{background:#7aa6d8;height:.6rem;min-width:1px}
+.memfine svg{width:100%;height:auto}
+"""
+
+
+def page(report: Report) -> str:
+    """Return the report as a whole HTML document."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>memfine_fx report</title></head>'
+        f"<body>{fragment(report)}</body></html>\n"
+    )
+
+
+def fragment(report: Report) -> str:
+    """Return the report as HTML for the body of a page; several may stand on one page."""
+    parts = [_headline(report)]
+    if report.regions or report.heads:
+        parts.append(_layers([*report.layers, *report.heads]))
+    if len(report.layers) < len(report.regions):
+        parts.append(f"<p>{escape(report.others)}</p>")
+    if report.step is not None:
+        parts.append(_step(report.step))
+    if report.timeline is not None and report.timeline.times_us:
+        parts.append(_timeline(report.timeline))
+    if report.notes:
+        parts.append("<h3>Notes</h3><ul>" + "".join(f"<li>{escape(note)}</li>" for note in report.notes) + "</ul>")
+    return f'<div class="memfine"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+def _headline(report: Report) -> str:
+    if not report.has_run:
+        return (
+            "<p><strong>memfine_fx</strong>: nothing has run yet; regions are found at the first call of the model</p>"
+        )
+    line = report.counted
+    for what, num_bytes in (("predicted", report.predicted_peak_bytes), ("measured", report.measured_peak_bytes)):
+        if num_bytes is not None:
+            line += f", {_mib(num_bytes)} MiB {what}"
+    return f"<p><strong>memfine_fx</strong>: {line}</p>"
+
+
+def _layers(layers: Sequence[RegionReport | HeadReport]) -> str:
+    return "<h3>Layers</h3>" + _table(
+        ("status", "where", "how or why not", "imbalance of routing"), (_cells(layer) for layer in layers)
+    )
+
+
+def _cells(one: RegionReport | HeadReport) -> tuple[str, ...]:
+    why = [_ran(one), one.reason if one.plan is None else one.plan.reason, f"hint: {one.hint}" if one.hint else ""]
+    return (
+        f'<td class="{one.status}">{one.status}</td>',
+        f'<td title="{escape(str(one.where))}">{_place(one.where)}</td>',
+        f"<td>{'<br>'.join(escape(text) for text in why if text)}</td>",
+        _cell(str(getattr(one, "imbalance", None) or "")),
+    )
+
+
+def _place(where: Where) -> str:
+    """The module and FILE:LINE without its folder."""
+    return "<br>".join(escape(part) for part in (where.module, Path(where.source).name) if part)
+
+
+def _ran(one: RegionReport | HeadReport) -> str:
+    plan = one.plan
+    if plan is None:
+        return ""
+    rows = getattr(plan, "rows_per_chunk", None)
+    size = f"{plan.tokens_per_chunk} tokens" if plan.tokens_per_chunk else f"{rows} rows"
+    chunks = f", {one.num_chunks} chunks" if one.num_chunks else ""
+    return f"{size} a chunk{chunks}, {_mib(plan.predicted_bytes)} MiB predicted"
+
+
+def _step(step: StepReport) -> str:
+    terms = sorted((term for term in (*step.static, *step.peak.terms) if term[1] > 0), key=lambda term: -term[1])
+    largest = terms[0][1] if terms else 1
+    rows = (
+        (
+            _cell(name),
+            f'<td class="number">{_mib(num_bytes)} MiB</td>',
+            f'<td style="width:40%"><div class="bar" style="width:{100 * num_bytes / largest:.1f}%"></div></td>',
+        )
+        for name, num_bytes in terms
+    )
+    title = f"<h3>Alive at the predicted peak of the step, in its {escape(step.peak.where)}</h3>"
+    return title + _table(("what", "bytes", ""), rows) + (f"<p>{escape(step.decision)}</p>" if step.decision else "")
+
+
+def _timeline(timeline: Timeline) -> str:
+    """Live bytes over the measured step as an SVG, a step line, with the regions' stretches behind it."""
+    last, most = max(timeline.times_us[-1], 1e-9), max(1, timeline.peak_bytes())
+    stretches = "".join(
+        f'<rect x="{_WIDTH * span.begin_us / last:.1f}" y="0" height="{_HEIGHT}" '
+        f'width="{_WIDTH * (span.end_us - span.begin_us) / last:.1f}" fill-opacity="0.3" '
+        f'fill="{_COLOURS.get(span.name.partition(" ")[0], "#888888")}"><title>{escape(span.name)}</title></rect>'
+        for span in timeline.spans
+    )
+    drawn = [(_WIDTH * time / last, _HEIGHT * (1 - max(0, live) / most)) for time, live in _highest(timeline)]
+    corners = [(after[0], before[1]) for before, after in pairwise(drawn)]
+    steps = [point for both in zip(drawn, [*corners, drawn[-1]], strict=True) for point in both]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
+    return (
+        f"<h3>The measured step: at most {_mib(most)} MiB beyond its start, {last / 1e3:.1f} ms while traced</h3>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="live memory over the step">{stretches}'
+        f'<polyline points="{points}" fill="none" stroke="#222222" stroke-width="1.2"/></svg>'
+    )
+
+
+def _highest(timeline: Timeline) -> list[tuple[float, int]]:
+    """(time, live bytes), of long steps the highest of each few events, so that the peak stays."""
+    events = list(zip(timeline.times_us, timeline.live_bytes, strict=True))
+    few = max(1, -(-len(events) // _MAX_POINTS))
+    return [max(events[at : at + few], key=lambda event: event[1]) for at in range(0, len(events), few)]
+
+
+def _table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    return f"<td>{escape(text)}</td>"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.1f}"

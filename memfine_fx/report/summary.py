@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memfine_fx.report.reports import RegionReport, Report
+from memfine_fx.report.entries import RegionReport
+from memfine_fx.report.reports import Report
 
 __all__ = ["first_step_line", "unchunked_layers"]
 

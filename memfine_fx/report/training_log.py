@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from memfine_fx.report.reports import RegionReport, Report
+from memfine_fx.report.entries import RegionReport
+from memfine_fx.report.reports import Report
 
 __all__ = ["ScalarWriter", "scalars_of"]
 

@@ -14,7 +14,6 @@ from memfine_fx.runtime.bodies import Bodies, SavedTensor
 from memfine_fx.runtime.live import Live
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
-from memfine_fx.runtime.parallel import RowExchange
 from memfine_fx.runtime.registry import Registry
 
 if TYPE_CHECKING:
@@ -66,6 +65,54 @@ class ExpertKernels(Protocol):
         Raises:
             ChunkOutOfMemory: memory ran out with one row at a time, or after something was added to.
         """
+        ...
+
+
+class RowExchange(Protocol):
+    """Experts of one region that live on several ranks (`memfine_fx.expert_parallel`)."""
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Return the shape of the gathered counts that stand in the place of offsets."""
+        ...
+
+    def share_counts(
+        self, region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Every rank's counts, and what goes with them; a collective call.
+
+        Raises:
+            IndexError: see `LiveRegion.check_ids`; the other ranks raise an error, too.
+        """
+        ...
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a rank receives."""
+        ...
+
+    def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
+        """Return tensors for `num_rows` rows that come and are saved for backward."""
+        ...
+
+    def forward(self, region: LiveRegion, routed: Routed, saved: SavedRows | None) -> torch.Tensor:
+        """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets.
+
+        Args:
+            saved: tensors of `room`, and what the bodies save, if anything is saved.
+        """
+        ...
+
+    def backward(
+        self,
+        region: LiveRegion,
+        grad: torch.Tensor,
+        routed: Routed,
+        wanted: tuple[bool, bool],
+        wanted_params: Sequence[Sequence[bool]],
+        saved: SavedRows | None,
+    ) -> list[torch.Tensor]:
+        """Gradients of what is wanted, in the order hidden, weight, parameters."""
         ...
 
 

@@ -23,9 +23,8 @@ from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.answer import Question, report_of
 from memfine_fx.fitting.export import Exported
-from memfine_fx.fitting.page import page
 from memfine_fx.fitting.recording import RecordedStep
-from memfine_fx.fitting.report import FitReport
+from memfine_fx.fitting.report import FitReport, page
 from memfine_fx.fitting.setup import OptimizerBytes, Setup
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import memfine_fx
-from memfine_fx.report.page import fragment, page
+from memfine_fx.report.reports import fragment, page
 from tests.integration.test_first_step import HIDDEN, Noisy, layer, model
 
 _VOID = {"meta", "br", "rect", "polyline"}
