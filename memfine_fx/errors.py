@@ -94,6 +94,10 @@ class Reason(enum.Enum):
         "a loop is captured if what it skips for an expert without rows can be run for it: let the body bind names and "
         "write into tensors only, and skip it by a mask, a count or a number of rows of that expert"
     )
+    NOT_CAPTURED = (
+        "TORCH_LOGS=recompiles,graph_breaks shows where Dynamo gives up on a layer; one that has not run yet is "
+        "captured when it does"
+    )
     OTHER_OUTPUT = "your layer runs as it was; please report it with this line and the layer's code"
     OTHER_GRADIENTS = (
         "your layer runs as it was; take what changes gradients out of the experts, or report it with this line"

@@ -19,6 +19,7 @@ __all__ = [
     "CONSTANT_INTEGERS",
     "DEBUG_LOGGING",
     "EVERY_SIZE",
+    "RECOMPILE_LIMIT",
     "RECOMPUTED_POINTWISE",
     "RECORDING",
     "WHOLE_GRAPHS",
@@ -99,6 +100,13 @@ def ignoring_debug_logging() -> contextlib.AbstractContextManager[object]:
     return DEBUG_LOGGING.applied({name: ignored})
 
 
+RECOMPILE_LIMIT = _setting(
+    _DYNAMO,
+    {"recompile_limit": 8},
+    purpose="models of many equal layers whose graphs break between these: each is a compilation of the same code",
+    fallback="Where graphs break between equal layers, Dynamo compiles the first eight; the others run as written, and "
+    "the report counts them.",
+)
 CAPTURE_FLAGS = _setting(
     _DYNAMO,
     {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True},

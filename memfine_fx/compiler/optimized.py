@@ -20,6 +20,7 @@ import threading
 import types
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.capture.structure import FoundAgain, may_hold_experts
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
-from memfine_fx.compat.settings import ignoring_debug_logging
+from memfine_fx.compat.settings import RECOMPILE_LIMIT, ignoring_debug_logging
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
 
@@ -141,6 +142,7 @@ class OptimizedCall:
 
         options, model = self._options, self.model
         session = open_session(options.config, holds_compiled=True)
+        session.model = weakref.ref(model)
         if options.config.captures_loops:
             session.diagnostics.notes.extend(switch_experts(model))
         calls = [functools.partial(behind, forward) for _, forward in self._forward_wrappers]
@@ -392,6 +394,14 @@ class _SpecialParts:
         self._forward_wrappers, self._recorded = ForwardWrappers(model), RecordedOutputs(model)
         self._embeddings, self._uncached = WantedInputGradients(model), UncachedTables(model)
         self._in_4_bits = traced_layers(model)
+        # Where graphs break between layers, the copies of a layer are compilations of one code.
+        copies = Counter(map(type, model.modules()))
+        self._num_copies = max(copies.values(), default=0)
+
+    @property
+    def _recompile_limit(self) -> int:
+        """Return how often one code may be compiled: the user's limit beyond one compilation for each copy."""
+        return int(RECOMPILE_LIMIT.config.recompile_limit) + self._num_copies
 
     @contextlib.contextmanager
     def prepared(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -404,6 +414,7 @@ class _SpecialParts:
             self._uncached.installed(),
             self._in_4_bits.installed(),
             ignoring_debug_logging(),
+            RECOMPILE_LIMIT.applied({"recompile_limit": self._recompile_limit}),
             kept_whole(),
         ):
             yield

@@ -6,7 +6,10 @@ import functools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+import torch
 
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.compiler.session import Session
@@ -16,7 +19,7 @@ from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import peak_expression, step_peak
 from memfine_fx.memory.timeline import Prediction, timeline_of
 from memfine_fx.plan.budget import budget_bytes, describe_budget, device_of
-from memfine_fx.records import MoERegion, Refusal
+from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
 from memfine_fx.report.reports import Report
@@ -33,7 +36,9 @@ def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run:
         measured: the memory of a step that was traced.
         has_run: whether a call of the model has returned.
     """
-    regions = tuple(outcome_report(outcome) for outcome in _latest(session))
+    latest, layers = _latest(session), _Layers(session)
+    captured = [layers.named(outcome, outcome_report(outcome)) for outcome in latest]
+    regions = (*captured, *map(outcome_report, layers.left(latest)))
     predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
     measured_bytes = None if measured is None else measured.peak_bytes
     step = _step_report(session)
@@ -153,6 +158,49 @@ def _loops_left(session: Session, outcomes: Collection[LoweredRegion | Refusal])
         if refusal.reason is Reason.BODY_NOT_RUN and refusal.where not in refused_places
     ]
     return [refusal for refusal in left if not any(module.startswith(refusal.where.module) for module in chunked)]
+
+
+class _Layers:
+    """The modules of a session's model that hold regions.
+
+    A region's path begins at the frame in which it was captured, which is a layer where graphs break between layers. So
+    its module is known by the path's end and by the parameters that its graph reads.
+    """
+
+    def __init__(self, session: Session) -> None:
+        model = None if session.model is None else session.model()
+        self._modules = {} if model is None else dict(model.named_modules())
+        self._graphs = {id(outcome): graph for graph in session.graphs for outcome in graph.outcomes}
+        self._read = frozenset().union(*(graph.parameter_ids for graph in session.graphs))
+
+    def named(self, outcome: LoweredRegion | Refusal, region: RegionReport) -> RegionReport:
+        """Return a region's report with the path of its module in the model, where that is one."""
+        names = self._names_of(outcome)
+        return replace(region, where=replace(region.where, module=names[0])) if len(names) == 1 else region
+
+    def left(self, outcomes: Iterable[LoweredRegion | Refusal]) -> list[Refusal]:
+        """Return layers of a chunked kind that no graph reads: Dynamo gave up on them, or nothing has run them."""
+        chunked = (outcome for outcome in outcomes if isinstance(outcome, LoweredRegion))
+        kinds = {type(self._modules[name]) for outcome in chunked for name in self._names_of(outcome)}
+        details = "no compiled graph reads its parameters, although layers of its kind are chunked"
+        return [
+            Refusal(Where(name, ""), Reason.NOT_CAPTURED, details)
+            for name, module in self._modules.items()
+            if type(module) in kinds and not _reads(self._read, module)
+        ]
+
+    def _names_of(self, outcome: LoweredRegion | Refusal) -> list[str]:
+        path = outcome.where.module if isinstance(outcome, Refusal) else outcome.region.where.module
+        graph = self._graphs.get(id(outcome))
+        if not path or graph is None:
+            return []
+        read = graph.parameter_ids
+        names = [path] if path in self._modules else [name for name in self._modules if name.endswith(f".{path}")]
+        return [name for name in names if _reads(read, self._modules[name])]
+
+
+def _reads(parameter_ids: frozenset[int], module: torch.nn.Module) -> bool:
+    return any(id(parameter) in parameter_ids for parameter in module.parameters())
 
 
 def _latest_graphs(session: Session) -> list[CapturedGraph]:

@@ -83,6 +83,7 @@ class Session:
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         diagnostics: notes, warnings and seconds.
         steps: runs of its graphs, and the bytes that exist before a step.
+        model: a reference to the model that it compiles; None where it compiles several.
     """
 
     config: Config
@@ -93,6 +94,7 @@ class Session:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     graphs: list[CapturedGraph] = field(default_factory=list)
     steps: StepState = field(init=False)
+    model: weakref.ref[torch.nn.Module] | None = None
     _compiled: list[Callable[..., Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
