@@ -32,6 +32,7 @@ from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.step.fit import Uniform
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values, partitioned_as_is
 from memfine_fx.passes.step.partitioned import Partition
+from memfine_fx.passes.step.save import save_all_rows
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
@@ -272,5 +273,6 @@ def _read_alone(
         memory = read_graph(unchanged.graph, is_fused=True, inputs=counted, marks=not step.regions)
     record_memory(step, is_backward, memory)
     changed()
+    save_all_rows(unchanged)
     run = run_boxed(unchanged, inputs)
     return backward_call(take_donated(), in_backward, run) if is_backward else run

@@ -31,7 +31,7 @@ from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, lookup
 
-__all__ = ["SaveChoice", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
+__all__ = ["SaveChoice", "save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
 
 _POLICIES: tuple[SavePolicy, ...] = ("projections", "operands")
 _POLICIES_OF_RANKS: tuple[SavePolicy, ...] = ("received", *_POLICIES)
@@ -130,6 +130,18 @@ def save_in_regions(joint: fx.Graph, policies: Mapping[str, SavePolicy]) -> set[
         if policies.get(region_id, "nothing") != "nothing":
             names |= _rewrite(joint, forward, backward, policies[region_id])
     return names
+
+
+def save_all_rows(graph_module: fx.GraphModule) -> None:
+    """Let each run of a forward graph save all rows of its regions, also on fake tensors, of which no size is read."""
+    graph = graph_module.graph
+    for count in list(graph.find_nodes(op="call_function", target=torch.ops.memfine.num_saved_rows.default)):
+        for number in list(count.users):
+            with graph.inserting_before(number):
+                number.replace_all_uses_with(graph.call_function(_aten.sym_size.int, (count.args[0], 0)))
+            graph.erase_node(number)
+        graph.erase_node(count)
+    graph_module.recompile()
 
 
 def _pairs(joint: fx.Graph) -> dict[str, tuple[Any, Any]]:
