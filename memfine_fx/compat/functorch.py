@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import pickle
 import unittest.mock
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ __all__ = [
     "CACHED_RECORDS",
     "DONATED",
     "PARTITIONER",
+    "RANDOM_STATES",
+    "TANGENTS",
     "CacheHit",
     "compile_on_aot_autograd",
     "compile_through_cache",
@@ -140,7 +143,7 @@ def frees_tangents() -> bool:
     Since torch 2.13 autograd hands them over in a list, which compiled code empties (`boxed_grads_call`). Before, it
     holds them until the backward returns, also those that are zeros for a result whose gradient nobody gave.
     """
-    return hasattr(torch.autograd.Function, "boxed_grads_call")
+    return hasattr(torch.autograd.Function, "boxed_grads_call") and TANGENTS.holds()
 
 
 def min_cut_partition(
@@ -155,8 +158,11 @@ def min_cut_partition(
 
 def random_state_ops() -> tuple[Any, ...]:
     """Higher-order operators that run another one and save its random state (the first), or run it from a saved one."""
-    names = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
-    return tuple(getattr(torch.ops.higher_order, name, None) for name in names)
+    if not RANDOM_STATES.holds():
+        return ()
+    from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
+
+    return run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state
 
 
 def call_under_random_state(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -235,6 +241,33 @@ def _check_cached_records() -> None:
     expect(getattr(pickle.loads(pickle.dumps(metadata)), _RECORD, "") == "stored", "metadata loses its record")
 
 
+def _check_tangents() -> None:
+    """A gradient that is taken out of the list is gone, where autograd gives a list."""
+    dropped: list[bool] = []
+
+    class Doubled(torch.autograd.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(context: Any, factor: torch.Tensor) -> torch.Tensor:
+            return factor * 2
+
+        @staticmethod
+        def backward(context: Any, *given: Any) -> Any:
+            (gradients,) = given
+            gradient = gradients.pop()
+            result, reference = gradient * 2, weakref.ref(gradient)
+            del gradient
+            dropped.append(reference() is None)
+            return result
+
+    if not hasattr(torch.autograd.Function, "boxed_grads_call"):
+        return  # nothing is relied upon: tangents count to the end of backward
+    probe = torch.ones(1, requires_grad=True)
+    (Doubled.apply(probe) * 3).backward()  # type: ignore[no-untyped-call]
+    expect(dropped == [True], "autograd holds a gradient that a backward has dropped")
+
+
 def _check_partitioner() -> None:
     """Check that the partitioner saves what is marked to be saved and recomputes what is marked to be recomputed."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -266,6 +299,14 @@ def _joint_of_exp(policy: CheckpointPolicy) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
+def _check_random_states() -> None:
+    from torch._ops import HigherOrderOperator
+    from torch._prims import rng_prims
+
+    for name in ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"):
+        expect(isinstance(getattr(rng_prims, name), HigherOrderOperator), f"{name} is no operator")
+
+
 CACHED_RECORDS = Feature(
     name="torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile",
     package="torch",
@@ -284,6 +325,15 @@ DONATED = Feature(
     "error; a single one is as before.",
     check=_check_donated,
 )
+TANGENTS = Feature(
+    name="torch.autograd.Function.boxed_grads_call",
+    package="torch",
+    purpose="counting the gradients of a graph's results no longer than backward needs them, since torch 2.13",
+    seen=("2.11", "2.15"),
+    fallback="The gradients of a graph's results count until its backward ends, so a memory_budget may compute more "
+    "again, or ask for smaller chunks, than it has to.",
+    check=_check_tangents,
+)
 PARTITIONER = Feature(
     name="torch._functorch.partitioners.min_cut_rematerialization_partition",
     package="torch",
@@ -292,4 +342,13 @@ PARTITIONER = Feature(
     fallback="What backward computes again cannot be decided, so nothing is chunked: models are compiled as without "
     'memfine_fx. Config(inner_backend="eager") works.',
     check=_check_partitioner,
+)
+RANDOM_STATES = Feature(
+    name="torch._prims.rng_prims.run_and_save_rng_state",
+    package="torch",
+    purpose="counting the results of operations that run from a saved random state",
+    seen=("2.11", "2.15"),
+    fallback="Predicted peaks leave out results of random operations that backward repeats, so a memory_budget may be "
+    "exceeded where checkpointed layers use dropout.",
+    check=_check_random_states,
 )

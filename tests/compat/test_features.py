@@ -31,6 +31,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.comptime import ComptimeContext
 from torch._functorch._aot_autograd.aot_autograd_result import GenericAOTAutogradResult
 from torch._inductor.dependencies import ReadWrites
+from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parallel import DistributedDataParallel
@@ -100,6 +101,11 @@ def breaks_switchable_experts(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(module.PreTrainedModel, "_can_set_experts_implementation")
 
 
+def holds_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.autograd.Function, "boxed_grads_call", False, raising=False)  # is none before torch 2.13
+    patch.setattr(functorch, "weakref", types.SimpleNamespace(ref=lambda tensor: lambda: tensor))
+
+
 _partition = torch._functorch.partitioners.min_cut_rematerialization_partition
 _autograd: Any = torch._C._autograd
 _compile = eval_frame._TorchDynamoContext.__call__
@@ -122,6 +128,8 @@ BREAKS: dict[Feature, Break] = {
     functorch.PARTITIONER: having(
         torch._functorch.partitioners, "min_cut_rematerialization_partition", blind_to_policies
     ),
+    functorch.RANDOM_STATES: lacking(torch._prims.rng_prims, "run_with_rng_state"),
+    functorch.TANGENTS: holds_gradients,
     inductor.COMPILER: lacking(torch._inductor.config, "custom_partitioner_fn"),
     inductor.INDICES: lacking(torch._inductor.codegen.cpp, "stride_at_vec_range"),
     inductor.KERNELS: lacking(torch._inductor.config, "_post_fusion_custom_pass"),
@@ -160,22 +168,31 @@ def test_a_feature_holds_with_what_is_installed(feature: Feature) -> None:
     assert feature.holds()
 
 
-BROKEN_GRAPHS = {
-    "no operators": without_module("memfine_fx.compat.operators"),
-    "schemas": having(operators, "qualified_name", lambda target: "aten::other"),
-    "storages": having(tensors, "storage_id", lambda value: 0),
-    "symbols": lacking(ShapeEnv, "create_symintnode"),
-    "functional tensors": having(functional, "functional_value", lambda tensor: tensor.clone()),
-    "switches of modes": lacking(torch.amp.autocast_mode, "_enter_autocast"),
-}
+PARTS: list[tuple[Feature, str, Break]] = [
+    (chunking.GRAPHS, "operators", without_module("memfine_fx.compat.operators")),
+    (chunking.GRAPHS, "schemas", having(operators, "qualified_name", lambda target: "aten::other")),
+    (chunking.GRAPHS, "storages", having(tensors, "storage_id", lambda value: 0)),
+    (chunking.GRAPHS, "symbols", lacking(ShapeEnv, "create_symintnode")),
+    (chunking.GRAPHS, "functional tensors", having(functional, "functional_value", lambda tensor: tensor.clone())),
+    (chunking.GRAPHS, "modes", lacking(torch.amp.autocast_mode, "_enter_autocast")),
+    (accelerate.BACKENDS, "models", having(accelerate, "hand_over_models", lambda module, optimize: None)),
+    (autograd.ACCUMULATED, "hooks", having(torch.Tensor, "_post_accumulate_grad_hooks", property(lambda tensor: None))),
+    (inductor.WRAPPERS, "code", lacking(GraphLowering, "compile_to_module")),
+]
+"""Features that rest upon several parts, each of which is broken on purpose."""
 
 
-@pytest.mark.parametrize("name", BROKEN_GRAPHS)
-def test_graphs_are_not_read_where_any_part_of_them_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("feature", "breaks"), [(feature, breaks) for feature, _, breaks in PARTS], ids=[part for _, part, _ in PARTS]
+)
+def test_a_feature_does_not_hold_where_any_part_of_it_differs(
+    feature: Feature, breaks: Break, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "_failures", {})
-    BROKEN_GRAPHS[name](monkeypatch)
-    with pytest.warns(CompatibilityWarning, match="nothing is chunked"):
-        assert not chunking.can_chunk("eager")
+    breaks(monkeypatch)
+    with pytest.warns(CompatibilityWarning) as caught:
+        assert not feature.holds()
+    assert str(caught[0].message).endswith(feature.fallback)
 
 
 def test_every_feature_is_broken_on_purpose() -> None:
@@ -250,6 +267,14 @@ OPTIONAL = [
     (settings.CAPTURE_FLAGS, "eager"),
     (settings.AUTOGRAD_CACHE, "aot_eager"),
     (functorch.DONATED, "aot_eager"),
+    (functorch.RANDOM_STATES, "aot_eager"),
+    pytest.param(
+        functorch.TANGENTS,
+        "aot_eager",
+        marks=pytest.mark.skipif(
+            not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="never asked before torch 2.13"
+        ),
+    ),
     (shapes.HINTS, "aot_eager"),
     pytest.param(autograd.KEPT_GRAPHS, "inductor", marks=pytest.mark.slow),
     pytest.param(functorch.DONATED, "inductor", marks=pytest.mark.slow),
