@@ -394,8 +394,9 @@ class _SpecialParts:
         self._forward_wrappers, self._recorded = ForwardWrappers(model), RecordedOutputs(model)
         self._embeddings, self._uncached = WantedInputGradients(model), UncachedTables(model)
         self._in_4_bits = traced_layers(model)
-        # Where graphs break between layers, the copies of a layer are compilations of one code.
-        copies = Counter(map(type, model.modules()))
+        # Where graphs break between layers, the copies of a layer are compilations of one code. Experts alone are not
+        # counted: there are hundreds, and a limit that is never reached would let a model compile in every step.
+        copies = Counter(type(module) for module in model.modules() if may_hold_experts(module))
         self._num_copies = max(copies.values(), default=0)
 
     @property

@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -36,9 +36,9 @@ def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run:
         measured: the memory of a step that was traced.
         has_run: whether a call of the model has returned.
     """
-    latest, layers = _latest(session), _Layers(session)
-    captured = [layers.named(outcome, outcome_report(outcome)) for outcome in latest]
-    regions = (*captured, *map(outcome_report, layers.left(latest)))
+    model = None if session.model is None else session.model()
+    reports = map(outcome_report, _latest(session)) if model is None else _regions_in_model(session, model)
+    regions = tuple(reports)
     predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
     measured_bytes = None if measured is None else measured.peak_bytes
     step = _step_report(session)
@@ -141,8 +141,9 @@ def _latest(session: Session) -> list[LoweredRegion | Refusal]:
     latest: dict[object, LoweredRegion | Refusal] = {}
     for graph in _latest_graphs(session):
         counts: Counter[object] = Counter()
+        parameter_ids = graph.parameter_ids
         for outcome in graph.outcomes:
-            place = (_place(outcome), graph.parameter_ids)
+            place = (_place(outcome), parameter_ids)
             counts[place] += 1
             latest[place, counts[place]] = outcome
     return [*latest.values(), *_loops_left(session, latest.values())]
@@ -160,43 +161,37 @@ def _loops_left(session: Session, outcomes: Collection[LoweredRegion | Refusal])
     return [refusal for refusal in left if not any(module.startswith(refusal.where.module) for module in chunked)]
 
 
-class _Layers:
-    """The modules of a session's model that hold regions.
+def _regions_in_model(session: Session, model: torch.nn.Module) -> list[RegionReport]:
+    """Return reports of the regions by the paths of their modules in the model, and of layers that no graph reads.
 
-    A region's path begins at the frame in which it was captured, which is a layer where graphs break between layers. So
-    its module is known by the path's end and by the parameters that its graph reads.
+    A region's own path begins at the frame in which it was captured, which is a layer where graphs break between
+    layers. So its module is known by the end of its path and by the parameters that its graph reads.
     """
+    modules = dict(model.named_modules())
+    read_by: dict[int, frozenset[int]] = {}  # by the id of an outcome, the parameters that its graph reads
+    for graph in session.graphs:
+        read_by |= dict.fromkeys(map(id, graph.outcomes), graph.parameter_ids)
+    read_by_any = frozenset(map(id, (alive for graph in session.graphs for alive in graph.alive_parameters())))
+    reports: list[RegionReport] = []
+    kinds: set[type[torch.nn.Module]] = set()
+    for outcome in _latest(session):
+        report, read = outcome_report(outcome), read_by.get(id(outcome), frozenset())
+        path = report.where.module
+        paths = [path] if path in modules else [other for other in modules if path and other.endswith(f".{path}")]
+        paths = [other for other in paths if other and _reads(read, modules[other])]
+        reports.append(replace(report, where=replace(report.where, module=paths[0])) if len(paths) == 1 else report)
+        if isinstance(outcome, LoweredRegion):
+            kinds |= {type(module) for other in paths if (module := _layer_around(other, modules)) is not model}
+    details = "no compiled graph reads its parameters, although layers of its kind are chunked"
+    unread = [path for path, module in modules.items() if type(module) in kinds and not _reads(read_by_any, module)]
+    return reports + [outcome_report(Refusal(Where(path, ""), Reason.NOT_CAPTURED, details)) for path in unread]
 
-    def __init__(self, session: Session) -> None:
-        model = None if session.model is None else session.model()
-        self._modules = {} if model is None else dict(model.named_modules())
-        self._graphs = {id(outcome): graph for graph in session.graphs for outcome in graph.outcomes}
-        self._read = frozenset().union(*(graph.parameter_ids for graph in session.graphs))
 
-    def named(self, outcome: LoweredRegion | Refusal, region: RegionReport) -> RegionReport:
-        """Return a region's report with the path of its module in the model, where that is one."""
-        names = self._names_of(outcome)
-        return replace(region, where=replace(region.where, module=names[0])) if len(names) == 1 else region
-
-    def left(self, outcomes: Iterable[LoweredRegion | Refusal]) -> list[Refusal]:
-        """Return layers of a chunked kind that no graph reads: Dynamo gave up on them, or nothing has run them."""
-        chunked = (outcome for outcome in outcomes if isinstance(outcome, LoweredRegion))
-        kinds = {type(self._modules[name]) for outcome in chunked for name in self._names_of(outcome)}
-        details = "no compiled graph reads its parameters, although layers of its kind are chunked"
-        return [
-            Refusal(Where(name, ""), Reason.NOT_CAPTURED, details)
-            for name, module in self._modules.items()
-            if type(module) in kinds and not _reads(self._read, module)
-        ]
-
-    def _names_of(self, outcome: LoweredRegion | Refusal) -> list[str]:
-        path = outcome.where.module if isinstance(outcome, Refusal) else outcome.region.where.module
-        graph = self._graphs.get(id(outcome))
-        if not path or graph is None:
-            return []
-        read = graph.parameter_ids
-        names = [path] if path in self._modules else [name for name in self._modules if name.endswith(f".{path}")]
-        return [name for name in names if _reads(read, self._modules[name])]
+def _layer_around(path: str, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """Return the innermost module at or around a path whose class is not torch's own, such as a list of experts."""
+    while path and type(modules[path]).__module__.startswith("torch.nn."):
+        path = path.rpartition(".")[0]
+    return modules[path]
 
 
 def _reads(parameter_ids: frozenset[int], module: torch.nn.Module) -> bool:

@@ -12,6 +12,7 @@ import memfine_fx
 from memfine_fx.compat import checks
 from memfine_fx.compat.settings import RECOMPILE_LIMIT
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
+from memfine_fx.models.naive import NaiveConfig, NaiveMoE
 from memfine_fx.report.summary import first_step_line
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
@@ -27,6 +28,19 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = hidden + 0.02 * (1 + self.number) * self.mlp(hidden)
+        return result
+
+
+class Listed(nn.Module):
+    """A layer whose experts are a list, and a list of other modules that nothing runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = NaiveMoE(NaiveConfig(HIDDEN, 6, num_experts=4, top_k=2))
+        self.unused = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.mlp(hidden)
         return result
 
 
@@ -83,6 +97,14 @@ def test_layers_that_dynamo_gave_up_on_are_counted_and_warned_of(monkeypatch: py
     ]
     with pytest.warns(UserWarning, match=f"{report.num_chunked} of {LAYERS} MoE layers chunked.*layers.10.mlp"):
         optimizer.step()
+
+
+def test_a_list_of_modules_that_nothing_runs_is_no_layer() -> None:
+    torch.compiler.reset()
+    model = Listed()
+    memfine_fx.optimize(model, inner_backend="aot_eager")
+    model(torch.randn(13, HIDDEN)).sum().backward()
+    assert [region.status for region in memfine_fx.report(model).regions] == ["chunked"]
 
 
 def test_layers_that_have_not_run_are_counted_until_they_do() -> None:
