@@ -147,12 +147,12 @@ class _Stands:
     Args:
         records: of each, by its number.
         num_calls: that are under way without the foremost.
-        taken: the foremost while it is out, and what stands there in its place.
+        removed: the foremost wrapper while calls run without it, and the forward that is in its place.
     """
 
     records: list[ForwardWrapper] = field(default_factory=list)
     num_calls: int = 0
-    taken: tuple[Any, Any] | None = None
+    removed: tuple[Any, Any] | None = None
 
 
 class ForwardWrappers:
@@ -186,10 +186,10 @@ class ForwardWrappers:
                 with _lock:
                     for module, stands in entered:
                         stands.num_calls -= 1
-                        if stands.taken is None or stands.num_calls:
+                        if stands.removed is None or stands.num_calls:
                             continue
-                        forward, original_forward = stands.taken
-                        stands.taken = None
+                        forward, original_forward = stands.removed
+                        stands.removed = None
                         if vars(module).get("forward") is original_forward:  # else one was set meanwhile, which stays
                             vars(module)["forward"] = forward
 
@@ -200,7 +200,7 @@ def _take_out(module: torch.nn.Module, stands: _Stands) -> None:
     if number is None:
         return
     original_forward = stands.records[number].user_forward
-    stands.taken = attributes.pop("forward"), original_forward
+    stands.removed = attributes.pop("forward"), original_forward
     if original_forward is not None:
         attributes["forward"] = original_forward
 
@@ -285,7 +285,7 @@ def behind(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     stands: _Stands = vars(module)[_STANDS]
     number = _number(wrapper)
     assert number is not None, "a forward wrapper knows its record"
-    if stands.taken is not None and _number(stands.taken[0]) == number:
+    if stands.removed is not None and _number(stands.removed[0]) == number:
         return module.forward
     original_forward: Callable[..., Any] | None = stands.records[number].user_forward
     return types.MethodType(type(module).forward, module) if original_forward is None else original_forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ __all__ = [
     "MODES",
     "PROFILER",
     "SAVED_TENSOR_HOOKS",
+    "autocast_devices",
     "enable_python_dispatcher",
     "has_gradient_hooks",
     "is_accumulated",
@@ -33,11 +35,18 @@ ResultT = TypeVar("ResultT")
 
 
 def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Return a context manager without autocast inside, on CPUs and CUDA devices."""
+    """Return a context manager without autocast inside, on the CPU and the accelerator."""
     stack = contextlib.ExitStack()
-    for device_type in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
+    for device_type in autocast_devices():
         stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
+
+
+@functools.cache
+def autocast_devices() -> tuple[str, ...]:
+    """Return the types of device of this machine that autocast may be on for."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def is_graph_kept() -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from memfine_fx.capture.installing import uninstalled
 from memfine_fx.capture.undo import Generators, ModelState, functions_of, named_globals
+from memfine_fx.compat.autograd import autocast_devices
 from memfine_fx.compat.functional import Writes
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import tree_leaves, tree_map
@@ -104,9 +105,9 @@ def stopping_at(module: torch.nn.Module) -> Iterator[None]:
 
 def autocast_states() -> list[Autocast]:
     """Return autocast as it is now, for each kind of device."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = ["cpu", *([] if accelerator is None else [accelerator.type])]
-    return [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
+    return [
+        (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in autocast_devices()
+    ]
 
 
 # Arguments for a few tokens.

@@ -135,6 +135,7 @@ class Session:
         self.graphs.clear()
         self._compiled.clear()
         self.steps.forget_bytes()
+        self.forget_plans()
 
     def add_graph(self, inputs: Sequence[object]) -> CapturedGraph:
         """Open the record of one captured graph with these inputs, parameters among them."""

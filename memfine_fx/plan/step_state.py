@@ -94,10 +94,9 @@ class StepState:
             self.forget_bytes()
 
     def forget_bytes(self) -> None:
-        """Forget the bytes that exist before a step, because they changed, and peaks that were solved with them."""
+        """Forget the bytes that exist before a step, because they changed."""
         self._persistent = None
         self.device_limits.clear()
-        self.peaks.forget()
 
     def restricted_to(self, graphs: Sequence[CalledGraph], wanted: frozenset[int]) -> StepState:
         """Return the state of these graphs alone, with callers that have one of the parameters with these ids."""
