@@ -95,8 +95,9 @@ class Reason(enum.Enum):
         "write into tensors only, and skip it by a mask, a count or a number of rows of that expert"
     )
     NOT_CAPTURED = (
-        "TORCH_LOGS=recompiles,graph_breaks shows where Dynamo gives up on a layer; one that has not run yet is "
-        "captured when it does"
+        "TORCH_LOGS=recompiles,graph_breaks shows where Dynamo gives up on a layer: at a graph break in a loop, or at "
+        "torch._dynamo.config.recompile_limit, which memfine_fx.optimize raises and torch.compile leaves at 8; a layer "
+        "that has not run yet is captured when it does"
     )
     OTHER_OUTPUT = "your layer runs as it was; please report it with this line and the layer's code"
     OTHER_GRADIENTS = (

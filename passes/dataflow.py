@@ -139,7 +139,8 @@ def is_same_view(left: fx.Node, right: fx.Node) -> bool:
     """Whether two outer nodes are the same view of the same tensor."""
     if left is right:
         return True
-    if name_of(left) not in RESHAPES | TRANSPOSES | {"getattr"}:
+    is_part = name_of(left) in ("select", "slice", "narrow") or (name_of(left) == "getitem" and _is_basic(left.args[1]))
+    if name_of(left) not in RESHAPES | TRANSPOSES | {"getattr"} and not is_part:
         return False
     if (left.op, left.target, left.kwargs) != (right.op, right.target, right.kwargs):
         return False
@@ -147,6 +148,16 @@ def is_same_view(left: fx.Node, right: fx.Node) -> bool:
         is_same_view(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b
         for a, b in zip(left.args, right.args, strict=True)
     )
+
+
+def _is_basic(index: object) -> bool:
+    """Whether an index holds numbers and slices of numbers only, so that what it picks is a view."""
+    items = index if isinstance(index, tuple) else (index,)
+    bounds = [bound for item in items if isinstance(item, slice) for bound in (item.start, item.stop, item.step)]
+    numbers = [
+        item for item in (*items, *bounds) if item is not None and item is not ... and not isinstance(item, slice)
+    ]
+    return all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
 
 
 def provenance(node: fx.Node) -> Where:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from typing import Generic, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-__all__ = ["FoundAgain", "may_hold_experts"]
+__all__ = ["FoundAgain", "may_hold_experts", "moe_layers"]
 
 FoundT = TypeVar("FoundT")
 _lock = threading.Lock()
@@ -53,9 +53,56 @@ class FoundAgain(Generic[FoundT]):
 
 def may_hold_experts(module: torch.nn.Module) -> bool:
     """Return whether a module has a list of modules or of parameters, or a parameter with an entry for each expert."""
-    lists = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
-    has_list = any(isinstance(part, lists) and len(part) > 1 for part in module.modules())
+    has_list = any(isinstance(part, _LISTS) and len(part) > 1 for part in module.modules())
     return has_list or any(parameter.ndim > 2 for parameter in module.parameters())
+
+
+def moe_layers(model: torch.nn.Module) -> list[str]:
+    """Return the paths of modules that hold experts and a router, as the shapes of their parameters show.
+
+    Experts are E modules or parameters of the same shapes in a list, or parameters [E,...] of three or more dimensions.
+    The layer is the module that holds them, or one of the two around it: the innermost one that also holds a matrix
+    with E rows or columns. A router without such a matrix (hash routing) is not seen.
+    """
+    modules = dict(model.named_modules())
+    layers: dict[str, None] = {}
+    for path, module in modules.items():
+        for num_experts, experts in _experts_in(module):
+            around = [
+                path,
+                *(path.rsplit(".", levels)[0] for levels in (1, 2) if path.count(".") >= levels - 1 and path),
+            ]
+            inside = {id(parameter) for parameter in experts}
+            layer = next((each for each in around if _has_router(modules[each], num_experts, inside)), None)
+            if layer is not None:
+                layers[layer] = None
+    return list(layers)
+
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+
+
+def _experts_in(module: torch.nn.Module) -> Iterator[tuple[int, list[torch.nn.Parameter]]]:
+    """Yield the number and the parameters of what may be experts: of each list in a module, of each stack [E,...]."""
+    for part in module.children():
+        if isinstance(part, _LISTS) and len(part) > 1:
+            entries = (
+                list(part.values()) if isinstance(part, (torch.nn.ModuleDict, torch.nn.ParameterDict)) else list(part)
+            )
+            owned = [
+                [entry] if isinstance(entry, torch.nn.Parameter) else list(entry.parameters()) for entry in entries
+            ]
+            if owned[0] and len({tuple(parameter.shape for parameter in each) for each in owned}) == 1:
+                yield len(entries), [parameter for each in owned for parameter in each]
+    if not type(module).__module__.startswith("torch.nn."):  # kernels of a convolution
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim > 2 and parameter.shape[0] > 1:
+                yield parameter.shape[0], [parameter]
+
+
+def _has_router(module: torch.nn.Module, num_experts: int, experts: Set[int]) -> bool:
+    matrices = (parameter for parameter in module.parameters() if parameter.ndim == 2 and id(parameter) not in experts)
+    return any(num_experts in parameter.shape for parameter in matrices)
 
 
 def _modules(model: torch.nn.Module) -> list[tuple[int, type]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,12 +15,16 @@ from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.settings import CAPTURE_FLAGS
 
 __all__ = [
+    "GRAPH_BREAKS",
     "SEEN_BACKENDS",
+    "brief",
     "capturing_more",
     "check_mode_switches",
     "compile_failures",
     "forget_backend_after",
+    "graph_breaks",
     "mode_switch",
+    "num_frames",
     "plain_compiler",
     "register_backend",
 ]
@@ -81,6 +86,32 @@ def _seen_backends() -> dict[int, Any]:
     return backends
 
 
+def num_frames() -> int:
+    """Return how many frames Dynamo has begun to compile in this process."""
+    return int(_counters()["frames"]["total"]) if GRAPH_BREAKS.holds() else 0
+
+
+def graph_breaks() -> Counter[str]:
+    """Return how often Dynamo broke a graph or gave up on a frame in this process, by its reason in full."""
+    return (
+        Counter(_counters()["unimplemented"]) + Counter(_counters()["graph_break"])
+        if GRAPH_BREAKS.holds()
+        else Counter()
+    )
+
+
+def brief(reason: str) -> str:
+    """Return what Dynamo's reason says in its first line, its explanation, and its hints that name a setting."""
+    first, *lines = reason.partition("\n\n")[0].splitlines()
+    explanations = [line.partition("Explanation: ")[2] for line in lines if "Explanation: " in line]
+    settings = [line.partition("Hint: ")[2] for line in lines if "Hint: " in line and "torch._dynamo.config." in line]
+    return " ".join([f"{first}:", *explanations, *settings]) if explanations or settings else first
+
+
+def _counters() -> Any:
+    return importlib.import_module("torch._dynamo.utils").counters
+
+
 def plain_compiler(inner_backend: str) -> Callable[..., Any]:
     """The compiler behind ours by its name, as torch.compile would find it."""
     compiler: Callable[..., Any] = torch._dynamo.lookup_backend(inner_backend)
@@ -105,6 +136,33 @@ def _check_seen_backends() -> None:
     expect(len(entries) == 1, "a backend that was given is not in the list")
 
 
+def _check_graph_breaks() -> None:
+    def breaks(value: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break(msg="asked by memfine_fx")
+        return value
+
+    counters = _counters()
+    before = counters["frames"]["total"]
+    torch.compile(breaks, backend="eager")(torch.zeros(1))
+    reasons = [
+        (kind, key)
+        for kind in ("unimplemented", "graph_break")
+        for key in counters[kind]
+        if "asked by memfine_fx" in key
+    ]
+    for kind, key in reasons:
+        del counters[kind][key]
+    expect(bool(reasons) and counters["frames"]["total"] > before, "a graph break is not counted")
+
+
+GRAPH_BREAKS = Feature(
+    name="torch._dynamo.utils.counters",
+    package="torch",
+    purpose="Dynamo's reasons for layers that no compiled graph reads, in the report",
+    seen=("2.11", "2.15"),
+    fallback="The report names these layers without Dynamo's reason; TORCH_LOGS=graph_breaks shows it.",
+    check=_check_graph_breaks,
+)
 SEEN_BACKENDS = Feature(
     name="torch._dynamo.eval_frame.cached_backends",
     package="torch",

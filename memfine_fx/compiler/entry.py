@@ -11,6 +11,7 @@ from torch import fx
 
 from memfine_fx.compat.chunking import can_chunk
 from memfine_fx.compat.dynamo import plain_compiler
+from memfine_fx.compat.interpreter import compiled_call
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
 from memfine_fx.config import Config
@@ -64,6 +65,9 @@ def compile_in_session(
     from memfine_fx.compiler.pipeline import compile_graph
     from memfine_fx.compiler.telling import warn_without_regions
 
+    call = None if session.holds_compiled else compiled_call()
+    if call is not None and call.model is not None:
+        session.models.add(call.model)
     try:
         compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:

@@ -142,7 +142,7 @@ class OptimizedCall:
 
         options, model = self._options, self.model
         session = open_session(options.config, holds_compiled=True)
-        session.model = weakref.ref(model)
+        session.models.add(model)
         if options.config.captures_loops:
             session.diagnostics.notes.extend(switch_experts(model))
         calls = [functools.partial(behind, forward) for _, forward in self._forward_wrappers]
@@ -170,10 +170,11 @@ class OptimizedCall:
 
     def _run(self, place: int, *args: Any, **kwargs: Any) -> Any:
         compiled = self._compiled or self.prepare()
-        result = compiled(place, *args, **kwargs)
-        self.has_run = True
         session = self.session
         assert session is not None
+        with session.diagnostics.noting_breaks():
+            result = compiled(place, *args, **kwargs)
+        self.has_run = True
         if not session.diagnostics.has_warned and not session.has_chunked:
             from memfine_fx.compiler.telling import warn_without_regions
 

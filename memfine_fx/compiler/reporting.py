@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from memfine_fx.capture.structure import moe_layers
+from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredHead, LoweredRegion
 from memfine_fx.compiler.session import Session
 from memfine_fx.errors import Reason
@@ -23,10 +25,18 @@ from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
 from memfine_fx.report.reports import Report
-from memfine_fx.report.summary import first_step_line, unchunked_layers
+from memfine_fx.report.summary import by_reason, first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["head_report", "largest_chunk", "log_first_step", "outcome_report", "report_of", "verify_report_of"]
+__all__ = [
+    "dynamo_reasons",
+    "head_report",
+    "largest_chunk",
+    "log_first_step",
+    "outcome_report",
+    "report_of",
+    "verify_report_of",
+]
 
 
 def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run: bool = True) -> Report:
@@ -36,19 +46,17 @@ def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run:
         measured: the memory of a step that was traced.
         has_run: whether a call of the model has returned.
     """
-    model = None if session.model is None else session.model()
-    reports = map(outcome_report, _latest(session)) if model is None else _regions_in_model(session, model)
-    regions = tuple(reports)
+    regions = tuple(_regions_in_models(session, has_run=has_run or bool(session.graphs)))
     predicted = [region.plan.predicted_bytes for region in regions if region.plan is not None]
     measured_bytes = None if measured is None else measured.peak_bytes
     step = _step_report(session)
     foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
     timeline = None if measured is None else timeline_of(measured, _names_of_regions(session), foreseen)
-    notes = (
-        (*session.diagnostics.notes, session.diagnostics.hint.removeprefix("; "))
-        if session.diagnostics.hint and not session.has_chunked
-        else tuple(session.diagnostics.notes)
-    )
+    notes = list(session.diagnostics.notes)
+    if session.diagnostics.hint and not session.has_chunked:
+        notes.append(session.diagnostics.hint.removeprefix("; "))
+    if any(region.refused_for in _OUTSIDE for region in regions) and (reasons := dynamo_reasons(session)):
+        notes.append(reasons)
     return Report(
         regions,
         len(session.graphs),
@@ -56,7 +64,7 @@ def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run:
         measured_bytes,
         timeline,
         step,
-        notes,
+        tuple(notes),
         tuple(map(head_report, _latest_heads(session))),
         has_run or len(session.graphs) > 0,
         session.diagnostics.stage_seconds.get("compare", 0.0),
@@ -109,7 +117,9 @@ def log_first_step(session: Session) -> None:
     if not left or session.diagnostics.has_warned:
         logging.getLogger("memfine_fx").info("%s", line)
         return
-    reasons = "; ".join(f"{region.where}: {region.reason}" for region in left)
+    reasons = by_reason(left)
+    if any(region.refused_for in _OUTSIDE for region in left) and (dynamo := dynamo_reasons(session)):
+        reasons += f"; {dynamo}"
     warnings.warn(
         f"memfine_fx: {line}. The others run as written: {reasons}. print(memfine_fx.report(model)) has what can be "
         "done about each",
@@ -146,45 +156,88 @@ def _latest(session: Session) -> list[LoweredRegion | Refusal]:
             place = (_place(outcome), parameter_ids)
             counts[place] += 1
             latest[place, counts[place]] = outcome
-    return [*latest.values(), *_loops_left(session, latest.values())]
+    return [*latest.values(), *_refused_in_attempts(session, latest.values())]
 
 
-def _loops_left(session: Session, outcomes: Collection[LoweredRegion | Refusal]) -> list[Refusal]:
-    """Return loops that stay as written, of modules in which nothing was chunked and which no outcome names."""
-    refused_places = {outcome.where for outcome in outcomes if isinstance(outcome, Refusal)}
+def _refused_in_attempts(session: Session, outcomes: Collection[LoweredRegion | Refusal]) -> list[Refusal]:
+    """Return why attempts under Dynamo's flags did not chunk layers that the compiled graphs say nothing of.
+
+    These are loops that stay as written, and layers that only an attempt saw whole: without the flags a graph breaks at
+    the router or before it, and holds no routing decision.
+    """
+    refused = {outcome.where for outcome in outcomes if isinstance(outcome, Refusal)}
     chunked = [outcome.region.where.module for outcome in outcomes if isinstance(outcome, LoweredRegion)]
-    left = [
-        refusal
-        for refusal in session.diagnostics.refused_in_attempts
-        if refusal.reason is Reason.BODY_NOT_RUN and refusal.where not in refused_places
-    ]
-    return [refusal for refusal in left if not any(module.startswith(refusal.where.module) for module in chunked)]
+    layers = {where.module for where in refused} | {where.module.rpartition(".")[0] for where in refused}
+    left: dict[object, Refusal] = {}
+    for refusal in session.diagnostics.refused_in_attempts:
+        where = refusal.where
+        is_loop = refusal.reason is Reason.BODY_NOT_RUN
+        is_known = where in refused or (not is_loop and where.module in layers)
+        if not is_known and not any(module.startswith(where.module) for module in chunked):
+            left.setdefault(where if is_loop else where.module, refusal)
+    return list(left.values())
 
 
-def _regions_in_model(session: Session, model: torch.nn.Module) -> list[RegionReport]:
-    """Return reports of the regions by the paths of their modules in the model, and of layers that no graph reads.
+def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]:
+    """Return reports of the regions by the paths of their modules, and of layers that no graph reads.
 
     A region's own path begins at the frame in which it was captured, which is a layer where graphs break between
     layers. So its module is known by the end of its path and by the parameters that its graph reads.
     """
-    modules = dict(model.named_modules())
+    models = [dict(model.named_modules()) for model in list(session.models)]
     read_by: dict[int, frozenset[int]] = {}  # by the id of an outcome, the parameters that its graph reads
     for graph in session.graphs:
         read_by |= dict.fromkeys(map(id, graph.outcomes), graph.parameter_ids)
-    read_by_any = frozenset(map(id, (alive for graph in session.graphs for alive in graph.alive_parameters())))
     reports: list[RegionReport] = []
     kinds: set[type[torch.nn.Module]] = set()
     for outcome in _latest(session):
         report, read = outcome_report(outcome), read_by.get(id(outcome), frozenset())
         path = report.where.module
-        paths = [path] if path in modules else [other for other in modules if path and other.endswith(f".{path}")]
-        paths = [other for other in paths if other and _reads(read, modules[other])]
-        reports.append(replace(report, where=replace(report.where, module=paths[0])) if len(paths) == 1 else report)
+        places = [
+            (modules, other)
+            for modules in models
+            for other in ([path] if path in modules else [end for end in modules if path and end.endswith(f".{path}")])
+            if other and _reads(read, modules[other])
+        ]
+        only = replace(report.where, module=places[0][1]) if len(places) == 1 else report.where
+        reports.append(replace(report, where=only))
         if isinstance(outcome, LoweredRegion):
-            kinds |= {type(module) for other in paths if (module := _layer_around(other, modules)) is not model}
-    details = "no compiled graph reads its parameters, although layers of its kind are chunked"
-    unread = [path for path, module in modules.items() if type(module) in kinds and not _reads(read_by_any, module)]
-    return reports + [outcome_report(Refusal(Where(path, ""), Reason.NOT_CAPTURED, details)) for path in unread]
+            kinds |= {
+                type(_layer_around(other, modules))
+                for modules, other in places
+                if _layer_around(other, modules) is not modules[""]
+            }
+    read_by_any = frozenset(map(id, (alive for graph in session.graphs for alive in graph.alive_parameters())))
+    explained = {report.where.module for report in reports}
+    unread = [path for modules in models if has_run for path in _unread_layers(modules, kinds, read_by_any)]
+    details = "no compiled graph reads its parameters"
+    refusals = [Refusal(Where(path, ""), Reason.NOT_CAPTURED, details) for path in unread if path not in explained]
+    return reports + list(map(outcome_report, refusals))
+
+
+def _unread_layers(
+    modules: Mapping[str, torch.nn.Module], kinds: Collection[type[torch.nn.Module]], read: frozenset[int]
+) -> list[str]:
+    """Return the paths of layers of which no graph reads a parameter: of chunked kinds, and what looks like one."""
+    model = modules[""]
+    # What FSDP2 gathers for a layer's call is no parameter of the model.
+    if any(map(is_sharded, model.parameters())) or (read and not _reads(read, model)):
+        return []
+    layers = [*moe_layers(model), *(path for path, module in modules.items() if type(module) in kinds)]
+    unread = [path for path in dict.fromkeys(layers) if not _reads(read, modules[path])]
+    return [path for path in unread if not any(path.startswith(f"{other}.") for other in unread)]
+
+
+def dynamo_reasons(session: Session) -> str:
+    """Return Dynamo's reasons for code that it leaves out of the graphs of the session's models; "" without any."""
+    reasons = session.diagnostics.graph_breaks
+    more = f"; {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+    return f"Dynamo leaves code out of the graphs: {'; '.join(reasons[:_MOST_REASONS])}{more}" if reasons else ""
+
+
+_MOST_REASONS = 3
+_OUTSIDE = (Reason.NOT_CAPTURED.name, Reason.GRAPH_BREAK.name)
+"""Refusals of code outside of the graphs."""
 
 
 def _layer_around(path: str, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:

@@ -83,7 +83,7 @@ class Session:
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         diagnostics: notes, warnings and seconds.
         steps: runs of its graphs, and the bytes that exist before a step.
-        model: a reference to the model that it compiles; None where it compiles several.
+        models: that it compiles, as far as they are known.
     """
 
     config: Config
@@ -94,7 +94,7 @@ class Session:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     graphs: list[CapturedGraph] = field(default_factory=list)
     steps: StepState = field(init=False)
-    model: weakref.ref[torch.nn.Module] | None = None
+    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     _compiled: list[Callable[..., Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -201,6 +201,9 @@ class Session:
             return None
         part = copy.copy(self)
         part.graphs, part.steps = graphs, self.steps.restricted_to(graphs, wanted)
+        part.models = weakref.WeakSet(
+            model for model in self.models if any(id(parameter) in wanted for parameter in model.parameters())
+        )
         return part
 
     def without_regions(self, model: torch.nn.Module | None) -> Session | None:

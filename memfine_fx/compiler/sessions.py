@@ -74,6 +74,9 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
         known = _owners[optimizer] = revisions, owners
     for session in list(known[1]):
         session.note_step(is_first=is_first)
-        if is_first and session.observer.compiles and not session.diagnostics.has_logged_first_step:
-            session.diagnostics.has_logged_first_step = True
-            log_first_step(session)
+        if is_first and session.observer.compiles:
+            # Models compiled by the backend's name with equal options share a session.
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            part = session if session.holds_compiled else session.restricted_to(parameters)
+            if part is not None and session.diagnostics.is_first_line(part.models):
+                log_first_step(part)

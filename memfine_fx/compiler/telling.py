@@ -20,10 +20,12 @@ from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiler.captured_graph import CapturedGraph
-from memfine_fx.compiler.reporting import head_report, outcome_report, report_of
+from memfine_fx.compiler.reporting import dynamo_reasons, head_report, outcome_report, report_of
 from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
+from memfine_fx.errors import Reason
 from memfine_fx.passes.pass_list import PassObserver, observed_by
+from memfine_fx.report.summary import by_reason
 
 __all__ = ["dump_graph", "observed_passes", "silenced", "tell_found", "warn_without_regions"]
 
@@ -52,7 +54,11 @@ def warn_without_regions(session: Session) -> None:
     if has_head and not report.regions and not recording:
         return
     summary = "no experts to chunk, only the head" if has_head else "nothing to chunk"
-    reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
+    texts = dict.fromkeys(str(region) for region in report.regions if region.refused_for != Reason.NOT_CAPTURED.name)
+    left = [region for region in report.regions if region.refused_for == Reason.NOT_CAPTURED.name]
+    reasons = "; ".join([*texts, *([by_reason(left)] if left else [])]) or "no routing decision was found"
+    dynamo = dynamo_reasons(session)
+    reasons += f"; {dynamo}" if dynamo else ""
     packed = session.diagnostics.hint if model is None else hint_for_packed_layers(model)
     reasons += hint_for_cut_graphs() + recording + hint_for_adapters(model) + packed
     warnings.warn(

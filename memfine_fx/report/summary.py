@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memfine_fx.report.entries import RegionReport
 from memfine_fx.report.reports import Report
 
-__all__ = ["first_step_line", "unchunked_layers"]
+__all__ = ["by_reason", "first_step_line", "unchunked_layers"]
 
 
 def first_step_line(report: Report, budget: object = None) -> str:
@@ -27,6 +29,14 @@ def unchunked_layers(report: Report) -> list[RegionReport]:
     chunked = _chunked_layers(report)
     refused = (region for region in report.regions if region.status == "refused" and region.has_experts)
     return list({_layer_of(region): region for region in refused if _layer_of(region) not in chunked}.values())
+
+
+def by_reason(refused: Iterable[RegionReport]) -> str:
+    """Return refusals in one text: each reason once, with the layers that it is the reason of."""
+    layers: dict[str, list[str]] = {}
+    for region in refused:
+        layers.setdefault(region.reason, []).append(str(region.where))
+    return "; ".join(f"{', '.join(map(str, names))}: {reason}" for reason, names in layers.items())
 
 
 def _chunked_layers(report: Report) -> set[object]:

@@ -32,7 +32,7 @@ from memfine_fx.passes.read.frame import Frame
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
-from memfine_fx.passes.read.seeds import frames_of, is_router, masked, reframed, seeds_of
+from memfine_fx.passes.read.seeds import frames_of, given_sources, is_given, is_router, masked, reframed, seeds_of
 from memfine_fx.passes.read.sinking import behind_views
 from memfine_fx.passes.read.slots import SlotReader
 from memfine_fx.passes.read.tables import move_tables
@@ -65,45 +65,54 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     if not seeds and not chosen_by_input and not any(map(makes_integers, nodes)):
         return []
     body = _Body(Dataflow(graph_module.graph), modes_at(graph_module.graph, start or Modes()), frozenset(seeds))
-    outcomes: list[MoERegion | Refusal] = []
+    outcomes: dict[fx.Node, MoERegion | Refusal] = {}
     for seed in seeds:
-        # Two regions from one index would both claim its experts.
-        claimed = {result.expert_index for result in outcomes if isinstance(result, MoERegion)}
+        # Two regions from one index, or from an input and a part of it, would both claim its experts.
+        claimed = {result.expert_index for result in outcomes.values() if isinstance(result, MoERegion)}
+        if not claimed.isdisjoint(given_sources(seed)):
+            continue
         outcome = _guarded(_repeated, body, seed, claimed) or _guarded(_outcome, body, seed, claimed)
         if outcome is not None:
-            outcomes.append(outcome)
-    # A refusal about experts that another decision got right would report a layer twice.
-    inside = {node for result in outcomes if isinstance(result, MoERegion) for node in result.cut.nodes}
+            outcomes[seed] = outcome
+    # A refusal about experts that another decision got right would report a layer twice; of several about the same
+    # experts, the last one is of the decision that is closest to them.
+    inside = {node for result in outcomes.values() if isinstance(result, MoERegion) for node in result.cut.nodes}
+    last = {experts: seed for seed, experts in body.stopped.items()}
     reported = [
-        result for result in outcomes if isinstance(result, MoERegion) or body.stopped.get(result) not in inside
+        result
+        for seed, result in outcomes.items()
+        if (experts := body.stopped.get(seed)) is None or (experts not in inside and last[experts] is seed)
     ]
     reported = [move_tables(result) if isinstance(result, MoERegion) else result for result in reported]
     regions = [result for result in reported if isinstance(result, MoERegion)]
-    return [*reported, *map(sequence_choice, chosen_by_input), *unknown_routers(body.flow, regions)]
+    return [*reported, *map(sequence_choice, chosen_by_input), *unknown_routers(body.flow, regions, body.stopped)]
 
 
 @dataclass(frozen=True)
 class _Body:
-    """One graph, and what is asked of it for every seed. `stopped`: the experts that a refusal is about, which may be
-    another seed's; a mask of padding is an input, as an index may be, and reaches them too."""
+    """One graph, and what is asked of it for every seed.
+
+    Args:
+        stopped: by seed, the experts that its refusal is about, which may be another seed's: a mask of padding is an
+            input, as an index may be, and reaches them too.
+    """
 
     flow: Dataflow
     modes: dict[fx.Node, Modes]
     seeds: frozenset[fx.Node]
     known: list[KnownRegion] = field(default_factory=list)
-    stopped: dict[Refusal, fx.Node] = field(default_factory=dict)
+    stopped: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def knows(self, seed: fx.Node, region: MoERegion, where: fx.Node) -> MoERegion:
         """The region, which other layers may repeat from now on."""
         self.known.append(KnownRegion(seed, region, where))
         return region
 
-    def refuses(self, stopped: _Refused) -> Refusal:
+    def refuses(self, seed: fx.Node, stopped: _Refused) -> Refusal:
         """The refusal of these experts."""
         refusal = stopped.refusal
-        reported = Refusal(provenance(stopped.where), refusal.reason, refusal.details, refusal.node)
-        self.stopped[reported] = stopped.where
-        return reported
+        self.stopped[seed] = stopped.where
+        return Refusal(provenance(stopped.where), refusal.reason, refusal.details, refusal.node)
 
 
 class _Refused(Exception):
@@ -147,7 +156,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
 
     None where another region has the index, where a later seed picks the experts, or where the seed is no router.
     """
-    later = body.flow.descendants([seed]) & body.seeds
+    later = {other for other in body.flow.descendants([seed]) & body.seeds if not is_given(other)}
     refused: _Refused | None = None
     frames = frames_of(seed, body.flow)
     for frame in frames:  # grows while it is walked
@@ -170,7 +179,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     if reading is not None:
         return body.knows(seed, *reading)
     if refused is not None:
-        return body.refuses(refused)
+        return body.refuses(seed, refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
     return unmatched_router(body.flow, seed)

@@ -1,7 +1,8 @@
 """Seeds: integer routing decisions, and the frames in which they may be read.
 
-A seed is the indices of a top-k or an arg-max, integers looked up in a table by integers (hash routing), or an integer
-[T,K] input where experts are compiled alone.
+A seed is the indices of a top-k or an arg-max, integers looked up in a table by integers (hash routing), or integers
+that the graph is given: an input, as of experts that are compiled alone, or a part of one, as of routing that is
+replayed (ids [B,S,L,K] of all layers).
 """
 
 from __future__ import annotations
@@ -21,19 +22,30 @@ from memfine_fx.passes.dataflow import (
     static_size,
     tensor_of,
 )
-from memfine_fx.passes.ops import CHOOSERS, COPIES, LOOKUPS, RESHAPES, name_of
+from memfine_fx.passes.ops import CASTS, CHOOSERS, COPIES, FLOAT_CASTS, LOOKUPS, RESHAPES, VIEWS, name_of
 from memfine_fx.passes.read.frame import Frame
 
-__all__ = ["frames_of", "is_router", "is_seed", "masked", "proved_of", "reframed", "seeds_of"]
+__all__ = [
+    "frames_of",
+    "given_sources",
+    "is_given",
+    "is_router",
+    "is_seed",
+    "masked",
+    "proved_of",
+    "reframed",
+    "seeds_of",
+]
 
 _GLUE = RESHAPES | COPIES | {"detach", "to", "long", "int"}
 """They neither mix entries nor change ids."""
+_PARTS = VIEWS | {"clone", "index_select"} | (CASTS - FLOAT_CASTS)
 _WIDE = (torch.int32, torch.int64)
 
 
 def is_seed(node: fx.Node) -> bool:
     """Whether a node is a routing decision."""
-    return is_int_tensor(node) and (_is_chosen(node) or _is_table_lookup(node) or _is_index_input(node))
+    return is_int_tensor(node) and (_is_chosen(node) or _is_table_lookup(node) or is_given(node))
 
 
 def seeds_of(graph: fx.Graph) -> list[fx.Node]:
@@ -45,7 +57,7 @@ def seeds_of(graph: fx.Graph) -> list[fx.Node]:
     position = {node: place for place, node in enumerate(graph.nodes)}
     seeds = [node for node in graph.nodes if is_seed(node)]
     # Whether an integer input is an index only what reads it could tell, so it counts with less right.
-    inputs = {seed for seed in seeds if _is_index_input(seed)}
+    inputs = {seed for seed in seeds if is_given(seed)}
     first = min((position[seed] for seed in seeds if seed not in inputs), default=len(position))
     return [
         seed for seed in seeds if seed not in inputs or min(map(position.__getitem__, seed.users), default=0) < first
@@ -64,7 +76,7 @@ def frames_of(seed: fx.Node, flow: Dataflow) -> list[Frame]:
     if _is_chosen(seed):
         ways = [num_dims == _scores(seed).ndim] if num_dims else []
     else:
-        ways = [True] * (num_dims >= 2) + [False] * (num_dims <= 2 and not _is_index_input(seed))
+        ways = [True] * (num_dims >= 2) + [False] * (num_dims <= 2 and not is_given(seed))
     frames = [_frame(seed, flow, has_choices=has_choices) for has_choices in ways]
     return [frame for frame in frames if frame is not None]
 
@@ -185,22 +197,38 @@ def _is_table_lookup(node: fx.Node) -> bool:
     """Integers looked up by integers in a table from outside the graph: hash routing."""
     if name_of(node) not in LOOKUPS or len(node.all_input_nodes) != 2:
         return False
+    if name_of(node) == "index_select" and node.args[1:2] not in ((), (0,)):
+        return False  # a part of each row
     # Integers made of integers in the graph are arithmetic on ids, not a choice.
     tables = [source for source in node.all_input_nodes if source.op in ("placeholder", "get_attr")]
     return bool(tables) and all(map(is_int_tensor, node.all_input_nodes))
 
 
-def _is_index_input(node: fx.Node) -> bool:
-    """Whether a node may be the expert index of experts compiled alone; what is embedded is a token.
+def is_given(node: fx.Node) -> bool:
+    """Whether a node's integers may be routing that the graph is given: an input's, or a part's of one.
 
-    A last size that varies counts where routing weights, an input of the same sizes, come with it: labels or a padding
-    mask, [B,S], would be read as [T,K], and K is a number of the architecture, so that every S had a graph of its own.
+    What is embedded is a token. A last size that varies counts where routing weights, an input of the same sizes, come
+    with it: labels or a padding mask, [B,S], would be read as [T,K], and K is a number of the architecture, so that
+    every S had a graph of its own.
     """
-    value = node_value(node)
-    is_input = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.ndim == 2
-    if not is_input or any(name_of(user) == "embedding" for user in node.users):
+    value, sources = node_value(node), given_sources(node)
+    # Integers of other dtypes name no entries, or are a mask (uint8).
+    is_index = isinstance(value, torch.Tensor) and value.ndim in (2, 3) and value.dtype in _WIDE
+    if not sources or not is_index or any(name_of(user) == "embedding" for source in sources for user in source.users):
         return False
     return static_size(tensor_of(node).shape[-1]) is not None or _comes_with_weights(node)
+
+
+def given_sources(node: fx.Node) -> list[fx.Node]:
+    """Return a node of integers, what it is a view, a part or a cast of, and so on to an input; [] where none is."""
+    sources: list[fx.Node] = []
+    source: object = node
+    while isinstance(source, fx.Node) and (is_int_tensor(source) or isinstance(node_value(source), (tuple, list))):
+        sources.append(source)
+        if source.op in ("placeholder", "get_attr"):
+            return sources
+        source = source.args[0] if name_of(source) in _PARTS and source.args else None
+    return []
 
 
 def _comes_with_weights(index: fx.Node) -> bool:

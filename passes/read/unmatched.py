@@ -6,7 +6,7 @@ stored flat), rows of activations (tokens picked for experts, keys for queries),
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 
 import torch
 from torch import fx
@@ -21,7 +21,7 @@ from memfine_fx.passes.dataflow import (
     provenance,
 )
 from memfine_fx.passes.ops import CASTS, CHOOSERS, GROUPED_MATMULS, LAYOUTS, LIKE_FACTORIES, LOOKUPS, MATMULS, name_of
-from memfine_fx.passes.read.seeds import is_seed
+from memfine_fx.passes.read.seeds import given_sources, is_given, is_seed
 from memfine_fx.passes.read.sinking import behind_views
 from memfine_fx.records import MoERegion, Refusal
 
@@ -59,22 +59,31 @@ def unmatched_router(flow: Dataflow, seed: fx.Node) -> Refusal:
     return refused(Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it")
 
 
-def unknown_routers(flow: Dataflow, regions: Sequence[MoERegion]) -> list[Refusal]:
-    """Return a refusal for each operator that chooses experts and that nothing reads as a choice.
+def unknown_routers(flow: Dataflow, regions: Sequence[MoERegion], refused: Collection[fx.Node]) -> list[Refusal]:
+    """Return a refusal for each choice of experts that nothing reads: of an unknown operator, or of given integers.
 
-    It makes integers of floating-point numbers, and these, or integers that are computed of them, pick entries of
-    experts' weights or say which rows experts get. Integers inside regions, and those that are computed of a seed, are
-    read, or refused with another reason.
+    An operator makes integers of floating-point numbers, and these, or integers that are computed of them, pick entries
+    of experts' weights or say which rows experts get. Integers inside regions, and those that are computed of a seed,
+    are read, or refused with another reason. So are integers that the graph is given, unless arithmetic on them hides
+    that they choose experts.
+
+    Args:
+        refused: seeds that have a refusal.
     """
     inside = {node for region in regions for node in region.cut.nodes}
+    explained = {source for seed in refused for source in given_sources(seed)}
     known_integers: set[fx.Node] = set()
     refusals = []
     for node in flow.graph.nodes:
         if node in inside or node in known_integers:
             continue
         if is_seed(node):
+            reader = _reader_in_experts(flow, node, inside) if is_given(node) and node not in explained else None
+            if reader is not None:
+                arithmetic = "integers that the graph is given choose experts by arithmetic that no rule follows"
+                refusals.append(Refusal(provenance(reader), Reason.INDEX_NOT_FOLLOWED, arithmetic, str(node)))
             known_integers.update(_integers_of(flow, node, with_results=True))
-        elif makes_integers(node) and _reaches_experts(flow, node, inside):
+        elif makes_integers(node) and _reader_in_experts(flow, node, inside) is not None:
             known_integers.update(_integers_of(flow, node, with_results=True))
             operator = node.args[0] if name_of(node) == "getitem" else node
             assert isinstance(operator, fx.Node)
@@ -92,19 +101,18 @@ def makes_integers(node: fx.Node) -> bool:
     return is_computed and is_int_tensor(node) and any(map(is_float_tensor, call.all_input_nodes))
 
 
-def _reaches_experts(flow: Dataflow, choice: fx.Node, inside: Set[fx.Node]) -> bool:
-    """Whether integers pick entries of weights [E,...], cut rows into groups, or are compared with experts' numbers."""
+def _reader_in_experts(flow: Dataflow, choice: fx.Node, inside: Set[fx.Node]) -> fx.Node | None:
+    """Return what picks entries of weights [E,...] by integers, cuts rows into groups, or compares experts' numbers."""
     for node in _integers_of(flow, choice, with_results=True):
         if node in inside:
-            return False
-        names = {name_of(user) for user in node.users if user not in inside}
-        weights = [user for user in node.users if name_of(user) in LOOKUPS and _is_expert_weight(user.args[0])]
-        if weights or names & GROUPED_MATMULS:
-            return True
-        is_compared = node in flow.position and not names.isdisjoint(("one_hot", "eq"))
-        if is_compared and any(map(_is_product_of_experts, flow.descendants([node]))):
-            return True
-    return False
+            return None
+        is_compared = node in flow.position and any(map(_is_product_of_experts, flow.descendants([node])))
+        for user in node.users:
+            is_pick = name_of(user) in LOOKUPS and _is_expert_weight(user.args[0])
+            compares = is_compared and name_of(user) in ("one_hot", "eq")
+            if user not in inside and (is_pick or compares or name_of(user) in GROUPED_MATMULS):
+                return user
+    return None
 
 
 def _is_product_of_experts(node: fx.Node) -> bool:

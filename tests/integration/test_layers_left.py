@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memfine_fx
+from memfine_fx.capture.structure import moe_layers
 from memfine_fx.compat import checks
 from memfine_fx.compat.settings import RECOMPILE_LIMIT
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
@@ -112,3 +116,127 @@ def test_layers_that_have_not_run_are_counted_until_they_do() -> None:
     assert first_step_line(memfine_fx.report(model)).startswith(f"3 of {LAYERS} MoE layers chunked")
     model(torch.randn(13, HIDDEN)).sum().backward()
     assert first_step_line(memfine_fx.report(model)).startswith(f"{LAYERS} of {LAYERS} MoE layers chunked")
+
+
+class Breaking(nn.Module):
+    """A layer that Dynamo cannot capture, and leaves to Python with everything in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(hidden)
+        return result
+
+
+class Counting(Block):
+    """A layer that adds to a buffer, which a checkpoint around it replays."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("num_tokens", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_tokens += hidden.shape[0]
+        return super().forward(hidden)
+
+
+class Deep(nn.Module):
+    """Layers of which one is not captured."""
+
+    def __init__(self, layers: list[nn.Module], *, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers, self.is_checkpointed = nn.ModuleList(layers), is_checkpointed
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.is_checkpointed else layer(hidden)
+        return hidden
+
+
+def step_of(model: nn.Module, *, by_name: bool = False) -> memfine_fx.Report:
+    """Return the report after two steps, the second of which warns under the backend's name."""
+    torch.compiler.reset()
+    options = {"inner_backend": "aot_eager"}
+    call = (
+        torch.compile(model, backend="memfine", options=options) if by_name else memfine_fx.optimize(model, **options)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        call(torch.randn(13, HIDDEN)).square().mean().backward()
+        optimizer.step()
+    return memfine_fx.report(model)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_layer_that_python_runs_is_counted(by_name: bool) -> None:
+    layers: list[nn.Module] = [Block(number) for number in range(14)]
+    layers[5] = Breaking(layers[5])
+    limit = torch._dynamo.config.patch(recompile_limit=64) if by_name else contextlib.nullcontext()
+    with limit, pytest.warns(UserWarning, match="13 of 14 MoE layers chunked.*layers.5.inner"):
+        report = step_of(Deep(layers), by_name=by_name)
+    left = [region for region in report.regions if region.status == "refused"]
+    assert [(region.where.module, region.refused_for) for region in left] == [("layers.5.inner.mlp", "NOT_CAPTURED")]
+    assert by_name or any("torch.compiler.disable" in note for note in report.notes)
+
+
+def test_an_effect_under_a_checkpoint_is_named_with_the_setting_that_helps() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Deep([Counting(number) for number in range(3)], is_checkpointed=True)
+
+    setting = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    with pytest.warns(UserWarning, match=f"layers.0.mlp, layers.1.mlp, layers.2.mlp: no compiled graph.*{setting}"):
+        report = step_of(model())
+    assert [region.refused_for for region in report.regions] == ["NOT_CAPTURED"] * 3
+    with torch._dynamo.config.patch({setting: True}):
+        assert step_of(model()).num_chunked == 3
+
+
+class Skipped(nn.Module):
+    """A layer whose whole frame Dynamo gives up on, since a graph breaks in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, HIDDEN, 6)), nn.Parameter(torch.randn(4, 6, HIDDEN))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(self.gate(hidden).softmax(-1), 2)
+        for choice in range(2):
+            torch._dynamo.graph_break()
+            rows = (hidden.unsqueeze(1) @ self.up[ids[:, choice]]).relu() @ self.down[ids[:, choice]]
+            hidden = hidden + weights[:, choice, None] * rows.squeeze(1)
+        return hidden
+
+
+def test_a_frame_that_dynamo_skips_is_counted() -> None:
+    with pytest.warns(UserWarning, match="layers.0, layers.1: no compiled graph reads.*User-inserted graph break"):
+        report = step_of(Deep([Skipped(), Skipped()]))
+    assert [region.refused_for for region in report.regions] == ["NOT_CAPTURED"] * 2
+
+
+def test_under_the_backends_name_the_hint_is_dynamos_limit() -> None:
+    with pytest.warns(UserWarning, match=f"8 of {LAYERS} MoE layers chunked"):
+        report = step_of(Stack(), by_name=True)
+    left = [region for region in report.regions if region.status == "refused"]
+    assert len(left) == LAYERS - 8 and all("recompile_limit" in (region.hint or "") for region in left)
+
+
+@pytest.mark.parametrize(
+    ("layer", "paths"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv2d(4, 4, 3)), []),
+        (
+            lambda: nn.ModuleDict(
+                {"layers": nn.ModuleList(nn.Linear(5, 5) for _ in range(3)), "head": nn.Linear(5, 9)}
+            ),
+            [],
+        ),
+        (lambda: nn.ModuleDict({"a": Listed(), "b": Block(0)}), ["a.mlp", "b.mlp"]),
+    ],
+)
+def test_layers_are_known_by_their_parameters(layer: Callable[[], nn.Module], paths: list[str]) -> None:
+    assert moe_layers(layer()) == paths
