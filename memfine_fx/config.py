@@ -18,6 +18,7 @@ from memfine_fx.errors import ConfigError
 __all__ = ["LEAST", "Axis", "Config", "InnerBackend", "MemoryBudget", "PassName", "budget_as_written", "parse_budget"]
 
 Axis = Literal["rows", "tokens"]
+IdleGradients = Literal["zero", "none"]
 InnerBackend = Literal["inductor", "aot_eager", "eager"]
 MemoryBudget = int | float | str | None
 PassName = Literal[
@@ -71,6 +72,9 @@ class Config:
         tokens_per_head_chunk: tokens whose logits exist at once. None lets the planner choose.
         returns_logits: False gives up logits that a model returns beside its loss, as transformers' models do: where
             gradients are wanted and labels are given, the output's logits are then None, and never exist whole.
+        idle_gradients: of experts that are modules or parameters of their own and get no rows: "zero", or "none" as in
+            a loop that skips them, so that an optimizer leaves them alone (AdamW's decay, momentum). Experts on several
+            ranks and parameters with hooks have zeros all the same. On a GPU, "none" waits for the device once a layer.
         verify: at first compile, run every region's original and rewritten form on the inputs at hand and on
             adversarial routings, forward and backward, and leave a region as it was when they disagree.
         gives_up_comparison_with_eager: do not compare each kind of chunked layer with the module's own code, run
@@ -88,6 +92,7 @@ class Config:
     chunks_head: bool | None = None
     tokens_per_head_chunk: int | None = None
     returns_logits: bool = True
+    idle_gradients: IdleGradients = "zero"
     verify: bool = False
     gives_up_comparison_with_eager: bool = False
     disable_passes: tuple[PassName, ...] = ()
@@ -95,6 +100,7 @@ class Config:
     def __post_init__(self) -> None:
         _check_choice("axis", self.axis, get_args(Axis))
         _check_choice("inner_backend", self.inner_backend, get_args(InnerBackend))
+        _check_choice("idle_gradients", self.idle_gradients, get_args(IdleGradients))
         for name in ("rows_per_chunk", "tokens_per_chunk", "tokens_per_head_chunk"):
             _check_positive(name, getattr(self, name))
         _check_bins(self.bins)
@@ -255,7 +261,7 @@ def _named_value(entry: str) -> tuple[str, str]:
 
 def _value(name: str, written: str) -> Any:
     """Return the value of a field from its text: a number, a word such as "true", or a list such as "1/2/4"."""
-    if written.lower() in _WORDS:
+    if written.lower() in _WORDS and name != "idle_gradients":
         return _WORDS[written.lower()]
     if name in ("bins", "disable_passes"):
         return tuple(_number(part) for part in written.split("/"))

@@ -167,9 +167,10 @@ def test_another_value_of_that_variable_is_an_error(monkeypatch: pytest.MonkeyPa
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
-        "MEMFINE_OPTIONS", " memory_budget=20GiB, returns_logits=false,bins=1/2/4,rows_per_chunk=none,axis=tokens"
+        "MEMFINE_OPTIONS",
+        " memory_budget=20GiB, returns_logits=false,bins=1/2/4,rows_per_chunk=none,axis=tokens,idle_gradients=none",
     )
-    expected = Config(memory_budget="20GiB", returns_logits=False, bins=(1, 2, 4), axis="tokens")
+    expected = Config(memory_budget="20GiB", returns_logits=False, bins=(1, 2, 4), axis="tokens", idle_gradients="none")
     assert Config.from_environment() == expected
     assert Config.from_options(None) == expected
     assert Config.from_options({"axis": "rows"}) == dataclasses.replace(expected, axis="rows")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ from memfine_fx.plan.budget import (
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.runs import Caller, MemoryContext, Run
-from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
+from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, can_be_none, is_added
 from memfine_fx.runtime.live import MOST_PLANS, LiveHead
 
 __all__ = ["CompiledGraph", "CompiledPartition"]
@@ -344,12 +344,18 @@ class CompiledGraph:
         def in_backward(keeps_graph: bool) -> Iterator[Accumulation]:
             session = self._session
             with session.steps.history.backward(step, keeps_graph=keeps_graph) as run:
-                parameters = self._adding(step, self._record.caller if run is None else run.caller, is_added)
+                caller = self._record.caller if run is None else run.caller
+                parameters = self._adding(step, caller, is_added)
+                idle: Collection[tuple[str, int]] = ()
+                if session.config.idle_gradients == "none":
+                    whole = self._record.parameters_with_sole_gradients(step, caller)
+                    idle = [key for key, parameter in whole.items() if can_be_none(parameter)]
                 if run is not None:
                     self._record.step = step
                     run.memory = replace(run.memory, added=frozenset(parameters))
                     session.steps.context = context_of(session.steps, run)
-                with adding(Accumulation(step.fusible_gradients, parameters)) as accumulation:
+                accumulating = Accumulation(step.fusible_gradients, parameters, can_be_none=frozenset(idle))
+                with adding(accumulating) as accumulation:
                     yield accumulation
 
         return in_backward

@@ -218,6 +218,7 @@ def _plan(
         runs_in=_runs_in(why_bodies, output.device),
         name=region.where.module or str(region.where),
         context=session.steps.context_key,
+        leaves_idle=config.idle_gradients == "none",
     )
     register(live)
     record.step.regions[region_id] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)

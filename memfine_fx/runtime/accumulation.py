@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 from memfine_fx.compat.autograd import has_gradient_hooks, is_accumulated
 
-__all__ = ["Accumulation", "adding", "can_add", "gradients_to_add_to", "is_added"]
+__all__ = ["Accumulation", "adding", "can_add", "can_be_none", "gradients_to_add_to", "is_added", "note_idle"]
 
 Key = tuple[str, int]
 """(region id, index among the results of the region's backward)."""
@@ -40,11 +40,15 @@ class Accumulation:
         places: where the results stand among those of the graph.
         parameters: whose gradients are added to in place.
         added: those that were: the gradients themselves.
+        can_be_none: results that may be left out where their expert has no rows.
+        idle: those that are left out.
     """
 
     places: Mapping[Key, int] = field(default_factory=dict)
     parameters: Mapping[Key, torch.Tensor] = field(default_factory=dict)
     added: dict[Key, torch.Tensor] = field(default_factory=dict)
+    can_be_none: Set[Key] = frozenset()
+    idle: set[Key] = field(default_factory=set)
 
     def left_to_add(self, results: Sequence[Any]) -> list[Any]:
         """A graph's results without those that were added where they are; autograd takes None as nothing to add."""
@@ -53,6 +57,8 @@ class Accumulation:
             place = self.places[key]
             assert left[place] is not None and left[place].is_set_to(gradient), f"{key} is not result {place}"
             left[place] = None
+        for key in self.idle:
+            left[self.places[key]] = None
         return left
 
 
@@ -101,6 +107,20 @@ def gradients_to_add_to(
     return gradients
 
 
+def note_idle(region_id: str, places: Sequence[int], wanted: Sequence[bool]) -> None:
+    """Leave out gradients of a region's backward at work, as far as its graph returns them to autograd.
+
+    Args:
+        region_id: of the region.
+        places: of parameters whose experts have no rows, among the region's flat parameters.
+        wanted: gradients of hidden, weight and each parameter.
+    """
+    accumulation = _current.accumulation
+    if accumulation is not None:
+        keys = {(region_id, sum(wanted[: 2 + place])) for place in places if wanted[2 + place]}
+        accumulation.idle |= keys & accumulation.can_be_none
+
+
 def _seen_alike(parameter: torch.Tensor, param: torch.Tensor) -> torch.Tensor | None:
     """A parameter's gradient in the view that `param` is of the parameter.
 
@@ -129,6 +149,11 @@ def can_add(parameter: torch.Tensor) -> bool:
         and gradient.stride() == parameter.stride()
         and gradient.untyped_storage().nbytes() == gradient.nbytes
     )
+
+
+def can_be_none(parameter: torch.Tensor) -> bool:
+    """Whether nobody looks at a parameter's gradient before it is accumulated, so that there may be none."""
+    return parameter.is_leaf and not has_gradient_hooks(parameter)
 
 
 def is_added(parameter: torch.Tensor) -> bool:

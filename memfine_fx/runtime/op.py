@@ -19,7 +19,7 @@ import torch
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.records import ChunkPlan, SavePolicy
-from memfine_fx.runtime.accumulation import gradients_to_add_to
+from memfine_fx.runtime.accumulation import gradients_to_add_to, note_idle
 from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.params import group_params
@@ -226,6 +226,7 @@ def _backward(
     plan = region.plan_for(routed.num_tokens)
     existing_grads = gradients_to_add_to(region_id, [param for group in routed.params for param in group], wanted)
     region.num_added = sum(gradient is not None for gradient in existing_grads)
+    note_idle(region_id, region.idle_params(routed.offsets), wanted)
     kernels = region.kernels_for(routed, saved)
     if kernels is not None:
         with span(f"backward {region_id}"), range_of(name):
@@ -421,6 +422,9 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wanted = [ctx.needs_input_grad[0], ctx.has_weight and ctx.needs_input_grad[1], *needs_params]
     grads = iter(experts_backward(grad, hidden, weight, order, offsets, params, ctx.region_id, wanted))
     chosen = [next(grads) if is_wanted else None for is_wanted in wanted]
+    # A graph that is traced returns all of them, and leaves them out when it runs.
+    for place in lookup(ctx.region_id).idle_params(offsets) if type(offsets) is torch.Tensor else ():
+        chosen[2 + place] = None
     return chosen[0], chosen[1], None, None, chosen[2:], None
 
 

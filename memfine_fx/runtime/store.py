@@ -132,6 +132,7 @@ class LiveRegion(Live[ChunkPlan]):
             them, may run in bodies all the same.
         runs_in: "GPU kernels", or on a GPU "bodies" and why.
         loads: how uneven its routing was.
+        leaves_idle: whether parameters of experts without rows get no gradient, see `Config.idle_gradients`.
     """
 
     bodies: Bodies
@@ -144,6 +145,7 @@ class LiveRegion(Live[ChunkPlan]):
     kernels: ExpertKernels | None = None
     runs_in: str = ""
     loads: LoadHistory = field(default_factory=LoadHistory)
+    leaves_idle: bool = False
     largest_chunk: int = 0  # rows, in the latest step
     stages_gradients: bool = False  # whether a gradient was added to more than once in it
     num_added: int = 0  # gradients that it added to where they were, in the latest backward
@@ -160,6 +162,22 @@ class LiveRegion(Live[ChunkPlan]):
         can_save = saved is None or self.kernels.can_save(saved.bodies.saved, routed.hidden.dtype)
         tensors = [routed.hidden, *(tensor for group in routed.params for tensor in group)]
         return self.kernels if can_save and self.kernels.can_run(tensors) else None
+
+    def idle_params(self, offsets: torch.Tensor) -> list[int]:
+        """Return the places among the flat parameters of those that belong to one expert each, which has no rows.
+
+        Args:
+            offsets: [E+1] from `runtime.routing.sort_assignments`.
+        """
+        if not self.leaves_idle or self.exchange is not None or "each" not in self.bodies.param_kinds:
+            return []
+        idle = offsets.diff().eq(0).tolist()
+        places, first = [], 0
+        for kind in self.bodies.param_kinds:
+            if kind == "each":
+                places += [first + expert for expert, is_idle in enumerate(idle) if is_idle]
+            first += self.num_experts if kind == "each" else 1
+        return places
 
     @property
     def decides_saved_rows(self) -> bool:

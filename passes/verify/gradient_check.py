@@ -223,7 +223,8 @@ def _few_tokens(region: MoERegion) -> dict[sympy.Symbol, int]:
 
 def _symbols(nodes: Iterable[fx.Node]) -> list[sympy.Symbol]:
     values = [value for node in nodes for value in tree_leaves(node_value(node))]
-    sizes = [size for value in values for size in (value.shape if isinstance(value, Tensor) else (value,))]
+    shapes = [value.shape if isinstance(value, Tensor) else value for value in values]
+    sizes = [size for shape in shapes for size in (shape if isinstance(shape, torch.Size) else (shape,))]
     exprs = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
     return list(dict.fromkeys(symbol for expr in exprs for symbol in sorted(expr.free_symbols, key=str)))
 
@@ -292,6 +293,8 @@ class _Inputs:
         value = node_value(node)
         if isinstance(value, torch.SymInt):
             return self._sizes.of(value)
+        if isinstance(value, torch.Size):
+            return torch.Size(map(self._sizes.of, value))
         if isinstance(value, torch.SymFloat):
             return float(value.node.hint)
         if not isinstance(value, Tensor):

@@ -22,7 +22,7 @@ def outline(cut: Cut) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     env: dict[fx.Node, fx.Node] = {}
     for node in cut.inputs:
         value = node_value(node)
-        if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)):
+        if isinstance(value, (torch.Tensor, torch.Size, torch.SymInt, torch.SymFloat, int, float)):
             env[node] = graph.placeholder(node.name)
         elif value is None and node.op == "get_attr":
             raise CannotChunk(

@@ -11,7 +11,7 @@ from memfine_fx.compiler.inner import partition_key
 OTHER_VALUES: dict[str, Any] = {
     "axis": "tokens", "rows_per_chunk": 7, "tokens_per_chunk": 7, "bins": (1, 2), "memory_budget": "1GiB",
     "inner_backend": "aot_eager", "captures_loops": False, "chunks_head": True, "tokens_per_head_chunk": 7,
-    "returns_logits": False, "verify": True, "gives_up_comparison_with_eager": True,
+    "returns_logits": False, "idle_gradients": "none", "verify": True, "gives_up_comparison_with_eager": True,
     "disable_passes": ("low_rank",),
 }  # fmt: skip
 

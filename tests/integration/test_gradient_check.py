@@ -242,3 +242,31 @@ def test_what_a_library_makes_in_low_precision_is_not_rounded() -> None:
     found = ExactRun(fx.symbolic_trace(made)).run(packed, scales)
     assert torch.equal(found, dequantized(packed, scales, 32, (8, 16)).double())
     assert not torch.equal(found.bfloat16().double(), found)
+
+
+class Sized(nn.Module):
+    """Results are added to zeros of a `torch.Size` that is an input of the region where sizes are dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, H, 6)), nn.Parameter(torch.randn(4, 6, H))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.size()
+        tokens = x.reshape(-1, size[-1])
+        weights, ids = torch.topk(self.router(tokens).softmax(-1), 2)
+        total = torch.zeros(tokens.size(), dtype=tokens.dtype)
+        for number in range(4):
+            rows, choices = torch.where(ids == number)
+            hidden = F.silu(tokens[rows] @ self.up[number]) @ self.down[number]
+            total.index_add_(0, rows, hidden * weights[rows, choices, None])
+        return total.view(size)
+
+
+def test_a_region_with_a_size_among_its_inputs_is_compared(runs: list[Mapping[int, int]]) -> None:
+    model = Sized()
+    chunked = optimized_copy(model, verify=True)
+    assert_same_step(chunked, model, {"x": torch.randn(3, 7, H)})
+    (region,) = memfine_fx.report(chunked).regions
+    assert (region.status, region.uncompared) == ("chunked", "") and runs
