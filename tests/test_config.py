@@ -138,7 +138,7 @@ def test_bins_and_fixed_slices_exclude_each_other() -> None:
 
 
 def test_there_are_few_options() -> None:
-    assert len(dataclasses.fields(Config)) <= 13
+    assert len(dataclasses.fields(Config)) <= 14
 
 
 def test_the_table_of_options_names_every_field() -> None:
