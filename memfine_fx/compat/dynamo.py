@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -101,11 +102,14 @@ def graph_breaks() -> Counter[str]:
 
 
 def brief(reason: str) -> str:
-    """Return what Dynamo's reason says in its first line, its explanation, and its hints that name a setting."""
+    """Return what Dynamo's reason says in its first line, its explanation, and its hints that set an option."""
     first, *lines = reason.partition("\n\n")[0].splitlines()
     explanations = [line.partition("Explanation: ")[2] for line in lines if "Explanation: " in line]
-    settings = [line.partition("Hint: ")[2] for line in lines if "Hint: " in line and "torch._dynamo.config." in line]
+    settings = [line.partition("Hint: ")[2] for line in lines if "Hint: " in line and _SETTING.search(line)]
     return " ".join([f"{first}:", *explanations, *settings]) if explanations or settings else first
+
+
+_SETTING = re.compile(r"torch\._dynamo\.config\.\w+ = ")
 
 
 def _counters() -> Any:

@@ -105,6 +105,11 @@ class CapturedGraph:
         )
 
     @property
+    def parameter_ids_by_caller(self) -> list[frozenset[int]]:
+        """Return the ids of the parameters of each module that the graph was called for: equal layers share a graph."""
+        return [frozenset(map(id, parameters_of([caller]))) for caller in self._callers.values()]
+
+    @property
     def parameter_ids(self) -> frozenset[int]:
         return frozenset(id(parameter) for parameter in self.alive_parameters())
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import posixpath
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -185,34 +186,62 @@ def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]
     layers. So its module is known by the end of its path and by the parameters that its graph reads.
     """
     models = [dict(model.named_modules()) for model in list(session.models)]
-    read_by: dict[int, frozenset[int]] = {}  # by the id of an outcome, the parameters that its graph reads
+    read_by: dict[int, list[frozenset[int]]] = {}  # by the id of an outcome, the parameters of each caller of its graph
     for graph in session.graphs:
-        read_by |= dict.fromkeys(map(id, graph.outcomes), graph.parameter_ids)
+        read_by |= dict.fromkeys(map(id, graph.outcomes), graph.parameter_ids_by_caller)
     reports: list[RegionReport] = []
     kinds: set[type[torch.nn.Module]] = set()
     for outcome in _latest(session):
-        report, read = outcome_report(outcome), read_by.get(id(outcome), frozenset())
-        path = report.where.module
-        places = [
-            (modules, other)
-            for modules in models
-            for other in ([path] if path in modules else [end for end in modules if path and end.endswith(f".{path}")])
-            if other and _reads(read, modules[other])
+        report = outcome_report(outcome)
+        of_callers = [
+            [(modules, path) for modules in models for path in _paths_of(report.where.module, modules, read)]
+            for read in read_by.get(id(outcome), [])
         ]
-        only = replace(report.where, module=places[0][1]) if len(places) == 1 else report.where
-        reports.append(replace(report, where=only))
+        known = dict.fromkeys(places[0][1] for places in of_callers if len(places) == 1)
+        reports += [
+            replace(report, where=replace(report.where, module=path)) for path in known or [report.where.module]
+        ]
         if isinstance(outcome, LoweredRegion):
-            kinds |= {
-                type(_layer_around(other, modules))
-                for modules, other in places
-                if _layer_around(other, modules) is not modules[""]
-            }
+            around = [(_layer_around(path, modules), modules[""]) for places in of_callers for modules, path in places]
+            kinds |= {type(layer) for layer, model in around if layer is not model}
+    layers = [(path, f"{path}.") for modules in models for path in moe_layers(modules[""])]
+    reports = _without_cut_routers(reports, layers)
     read_by_any = frozenset(map(id, (alive for graph in session.graphs for alive in graph.alive_parameters())))
     explained = {report.where.module for report in reports}
     unread = [path for modules in models if has_run for path in _unread_layers(modules, kinds, read_by_any)]
     details = "no compiled graph reads its parameters"
     refusals = [Refusal(Where(path, ""), Reason.NOT_CAPTURED, details) for path in unread if path not in explained]
     return reports + list(map(outcome_report, refusals))
+
+
+def _paths_of(path: str, modules: Mapping[str, torch.nn.Module], read: frozenset[int]) -> list[str]:
+    """Return the paths in a model that an outcome may have, by the end of its own path and what its graph reads."""
+    if not path:  # the frame was the layer's own: it is the module around all that it reads
+        owners = [
+            name.rpartition(".")[0].replace(".", "/")
+            for name, parameter in modules[""].named_parameters()
+            if id(parameter) in read
+        ]
+        around = posixpath.commonpath(owners) if owners else ""
+        return [around.replace("/", ".")] if around else []
+    ends = [path] if path in modules else [name for name in modules if name.endswith(f".{path}")]
+    return [name for name in ends if name and _reads(read, modules[name])]
+
+
+def _without_cut_routers(reports: Sequence[RegionReport], layers: Sequence[tuple[str, str]]) -> list[RegionReport]:
+    """Return the reports without routers whose experts are chunked in another graph, behind a graph break.
+
+    Args:
+        layers: paths of MoE layers, and the beginning of the paths in them.
+    """
+
+    def layer_of(report: RegionReport) -> str | None:
+        path = report.where.module
+        return next((layer for layer, start in layers if path == layer or path.startswith(start)), None)
+
+    chunked = {layer_of(report) for report in reports if report.status == "chunked"} - {None}
+    is_cut = [report.refused_for == Reason.GRAPH_BREAK.name and layer_of(report) in chunked for report in reports]
+    return [report for report, cut in zip(reports, is_cut, strict=True) if not cut]
 
 
 def _unread_layers(

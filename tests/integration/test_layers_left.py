@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -240,3 +241,40 @@ def test_under_the_backends_name_the_hint_is_dynamos_limit() -> None:
 )
 def test_layers_are_known_by_their_parameters(layer: Callable[[], nn.Module], paths: list[str]) -> None:
     assert moe_layers(layer()) == paths
+
+
+class Scaled(torch.autograd.Function):
+    """An auxiliary loss as Megatron-LM has it: its backward reads an attribute of the class, where Dynamo breaks."""
+
+    scale = torch.tensor(1.0)
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss) * Scaled.scale
+
+
+class Cut(nn.Module):
+    """A layer whose graph breaks between its router and its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, HIDDEN, 6)), nn.Parameter(torch.randn(4, 6, HIDDEN))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(hidden).softmax(-1)
+        weights, ids = torch.topk(scores, 2)
+        weights = Scaled.apply(weights, scores.square().mean())
+        rows = (hidden.repeat_interleave(2, 0).unsqueeze(1) @ self.up[ids.flatten()]).relu() @ self.down[ids.flatten()]
+        return hidden + (rows.view(-1, 2, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+
+
+def test_a_layer_that_is_cut_behind_its_router_is_counted_once() -> None:
+    report = step_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Cut(), nn.Linear(HIDDEN, HIDDEN), Cut()))
+    assert [(region.status, region.where.module) for region in report.regions] == [("chunked", "1"), ("chunked", "3")]
