@@ -177,13 +177,13 @@ class CannotChunk(MemfineError):
     Args:
         reason: of which kind, which says what a user can do.
         details: what was seen and what was expected, in words.
-        node: the graph node (its text) where the proof stopped, if there is one.
+        node: the graph node where the proof stopped, if there is one; the attribute `node` is its text, `at` itself.
     """
 
     def __init__(self, reason: Reason, details: str, node: object | None = None) -> None:
         self.reason = reason
         self.details = details
-        self.node = None if node is None else str(node)
+        self.at, self.node = node, None if node is None else str(node)
         super().__init__(details if node is None else f"{details} [at {node}]")
 
 

@@ -19,9 +19,10 @@ from torch import fx
 
 from memfine_fx.compat.operators import OpOverload, schema_arguments
 from memfine_fx.compat.tensors import storage_id, tree_leaves
+from memfine_fx.errors import CannotChunk
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.ops import RESHAPES, TRANSPOSES, VIEWS, name_of, target_name
-from memfine_fx.records import Where
+from memfine_fx.records import Refusal, Where
 
 __all__ = [
     "Dataflow",
@@ -34,6 +35,7 @@ __all__ = [
     "is_same_view",
     "node_value",
     "provenance",
+    "refusal_of",
     "same_size",
     "static_size",
     "tensor_of",
@@ -148,6 +150,12 @@ def is_same_view(left: fx.Node, right: fx.Node) -> bool:
         is_same_view(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b
         for a, b in zip(left.args, right.args, strict=True)
     )
+
+
+def refusal_of(where: Where, error: CannotChunk) -> Refusal:
+    """Return the refusal of a region, with the place in the model's code where its proof stopped."""
+    obstacle = provenance(error.at).source if isinstance(error.at, fx.Node) else ""
+    return Refusal(where, error.reason, error.details, error.node, "" if obstacle == where.source else obstacle)
 
 
 def _is_basic(index: object) -> bool:

@@ -22,7 +22,7 @@ from memfine_fx.kernels.choice import why_compiled_functions_run
 from memfine_fx.kernels.experts import KernelExperts
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
-from memfine_fx.passes.dataflow import Dataflow, tensor_of
+from memfine_fx.passes.dataflow import Dataflow, refusal_of, tensor_of
 from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.lower.lift import can_lift
@@ -152,7 +152,7 @@ def _checked_and_planned(
         picture = session.observer.picture_of(region)
         return LoweredRegion(region, live, num_tokens_hint(region), graph=picture, uncompared=uncompared)
     except CannotChunk as refusal:
-        return Refusal(region.where, refusal.reason, refusal.details, refusal.node)
+        return refusal_of(region.where, refusal)
     except Exception as error:  # NOTE: a bug of ours must not take down a model that compiles without us
         log.warning("memfine_fx failed on %s; the region stays as it was", region.where, exc_info=True)
         return Refusal(

@@ -299,6 +299,7 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
             outcome.where,
             outcome.details,
             node=outcome.node,
+            obstacle=outcome.obstacle,
             refused_for=outcome.reason.name,
             hint=outcome.reason.hint,
         )
@@ -332,8 +333,9 @@ def head_report(head: LoweredHead | Refusal) -> HeadReport:
     """Return the report's entry for one head or refusal, in its current state."""
     if isinstance(head, Refusal):
         return HeadReport(
-            "refused", head.where, head.details, node=head.node, refused_for=head.reason.name, hint=head.reason.hint
-        )
+            "refused", head.where, head.details, node=head.node, obstacle=head.obstacle,
+            refused_for=head.reason.name, hint=head.reason.hint,
+        )  # fmt: skip
     live = head.live
     return HeadReport(
         "chunked",

@@ -107,12 +107,19 @@ class Cut:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A region (or a seed without one) that stays as it was, and why."""
+    """A region (or a seed without one) that stays as it was, and why.
+
+    Args:
+        where: the region's module and line.
+        node: the graph node where the proof stopped.
+        obstacle: that node's "file:line" where it is another one than the region's.
+    """
 
     where: Where
     reason: Reason
     details: str
     node: str | None = None
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)

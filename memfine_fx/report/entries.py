@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # sympy would be most of the package's import time
 __all__ = ["HeadReport", "RegionReport", "StepReport"]
 
 
-def _refused(what: str, reason: str, node: str | None, hint: str) -> str:
-    at = f" [node {node}]" if node else ""
+def _refused(what: str, reason: str, node: str | None, hint: str, obstacle: str) -> str:
+    at = f" [node {node}{f' at {obstacle}' if obstacle else ''}]" if node else ""
     return f"refused  {what}: {reason}{at}" + f"\n           hint: {hint}"
 
 
@@ -46,6 +46,7 @@ class RegionReport:
         num_added: gradients of its parameters that its latest backward added to where they were, making no others.
         body_key: content hash of the expert bodies; equal for layers that share them.
         node: the graph node where a proof stopped.
+        obstacle: that node's "file:line" where it is another one than in `where`.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
         refused_for: name of the `errors.Reason`, "" if chunked.
         hint: what can be done about a refusal.
@@ -72,6 +73,7 @@ class RegionReport:
     num_added: int = 0
     body_key: str | None = None
     node: str | None = None
+    obstacle: str = ""
     verified_error: float | None = None
     refused_for: str = ""
     hint: str = ""
@@ -89,7 +91,7 @@ class RegionReport:
 
     def __str__(self) -> str:
         if self.status == "refused":
-            return _refused(str(self.where), self.reason, self.node, self.hint)
+            return _refused(str(self.where), self.reason, self.node, self.hint, self.obstacle)
         dims = self.dims
         assert dims is not None
         tokens = self.num_tokens or dims.tokens
@@ -148,12 +150,13 @@ class HeadReport:
     drops_logits: bool = False
     verified_error: float | None = None
     node: str | None = None
+    obstacle: str = ""
     refused_for: str = ""
     hint: str = ""
 
     def __str__(self) -> str:
         if self.status == "refused":
-            return _refused(f"head {self.where}", self.reason, self.node, self.hint)
+            return _refused(f"head {self.where}", self.reason, self.node, self.hint, self.obstacle)
         dims = self.dims
         assert dims is not None
         line = f"chunked  head {self.where}: T={self.num_tokens or dims.tokens} H={dims.hidden} V={dims.vocab}"

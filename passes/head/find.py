@@ -25,7 +25,7 @@ from torch import fx
 from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.config import Config
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import is_only_asserted, node_value, provenance, static_size, tensor_of
+from memfine_fx.passes.dataflow import is_only_asserted, node_value, provenance, refusal_of, static_size, tensor_of
 from memfine_fx.passes.ops import FLOAT_CASTS, name_of, target_name
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadDims, HeadLoss, HeadRegion, RowMove
@@ -70,7 +70,7 @@ def find_heads(
                 continue
             outcomes.append(head)
         except CannotChunk as refusal:
-            outcomes.append(Refusal(provenance(node), refusal.reason, refusal.details, refusal.node))
+            outcomes.append(refusal_of(provenance(node), refusal))
     return outcomes
 
 

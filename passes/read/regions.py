@@ -22,6 +22,7 @@ from memfine_fx.passes.dataflow import (
     is_int_tensor,
     node_value,
     provenance,
+    refusal_of,
 )
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.ops import CASTS, GROUPED_MATMULS, LAYOUTS, LOOKUPS, MATMULS, base_name_of, name_of, target_name
@@ -110,9 +111,8 @@ class _Body:
 
     def refuses(self, seed: fx.Node, stopped: _Refused) -> Refusal:
         """The refusal of these experts."""
-        refusal = stopped.refusal
         self.stopped[seed] = stopped.where
-        return Refusal(provenance(stopped.where), refusal.reason, refusal.details, refusal.node)
+        return refusal_of(provenance(stopped.where), stopped.refusal)
 
 
 class _Refused(Exception):
