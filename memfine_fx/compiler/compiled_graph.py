@@ -35,7 +35,7 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.telling import observed_passes
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.machine import measurement_key
-from memfine_fx.memory.step import GraphStep
+from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
 from memfine_fx.passes.lower.bodies import ExpertBodies
 from memfine_fx.passes.step.partition import StepPartitioner
@@ -53,7 +53,7 @@ from memfine_fx.plan.budget import (
 )
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
-from memfine_fx.plan.runs import Caller, MemoryContext, Run
+from memfine_fx.plan.runs import Caller, Run
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, is_added
 from memfine_fx.runtime.live import MOST_PLANS, LiveHead
 
@@ -206,7 +206,7 @@ class CompiledGraph:
     def _beyond_estimate(self, run: Run, one: CompiledPartition) -> dict[str, int]:
         """Return by how many bytes a partition's code exceeds its estimate, by the partition's base.
 
-        With this excess (`StepBudget.beyond`) the same partition is not chosen again.
+        With this excess (`GraphBudget.beyond`) the same partition is not chosen again.
         """
         peak = smallest_peak(self._session.steps, self._context(run, one))
         return {one.step.base: max(0, (peak or 0) - one.step.chosen_by)}
@@ -232,7 +232,7 @@ class CompiledGraph:
         is_best = one.step.saves_all or persistent > one.persistent_bytes
         return not (is_best and fits_unbounded(self._session.steps, self._context(run, one)))
 
-    def _context(self, run: Run, one: CompiledPartition) -> MemoryContext:
+    def _context(self, run: Run, one: CompiledPartition) -> RunMemory:
         run.memory = replace(run.memory, step=one.step)
         return context_of(self._session.steps, run)
 
@@ -250,7 +250,7 @@ class CompiledGraph:
 
         Args:
             attempt: see `_LAST_ATTEMPT`.
-            beyond: see `StepBudget`.
+            beyond: see `GraphBudget`.
         """
         session, first = self._session, self._record.step
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, fusible_gradients=first.fusible_gradients)

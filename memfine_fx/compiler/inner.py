@@ -38,11 +38,11 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.pass_list import is_disabled
-from memfine_fx.passes.step.fit import StepBudget
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.save import saving_ops, trace_saving
 from memfine_fx.passes.step.scheduler_passes import KernelOrder, RegionDistance
+from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.runtime.accumulation import Accumulation
 
@@ -86,7 +86,7 @@ def compile_with_regions(
     config: Config,
     step: GraphStep,
     *,
-    budget: StepBudget | None,
+    budget: GraphBudget | None,
     rates: Callable[[], DeviceRates] | None,
     changed: Callable[[], None],
     in_backward: BackwardContext,

@@ -36,7 +36,7 @@ from memfine_fx.passes.step.save import save_all_rows
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.runs import MemoryContext, Run
+from memfine_fx.plan.runs import Run
 
 __all__ = ["PlainRecorder", "Reads", "Recorder", "record_plain"]
 
@@ -161,7 +161,7 @@ class RecordedGraph(CompiledGraph):
         return _WatchedPartitioner(partitioner, others)
 
     def _budget(self, plan: str, step: GraphStep) -> GraphBudget:
-        context = MemoryContext(RunMemory(step, dict(step.sizes)), _BUDGETS[plan])
+        context = RunMemory(step, dict(step.sizes), available_bytes=_BUDGETS[plan])
         return GraphBudget(self._session.steps, context, tensor_of(self._record.lowered[0].region.hidden))
 
     def _rates(self) -> Callable[[], DeviceRates] | None:

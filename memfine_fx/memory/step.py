@@ -213,6 +213,7 @@ class RunMemory:
         saved: rows that regions save in this run, where it is not all that the graph has room for.
         added: those of `GraphStep.fusible_gradients` that it adds in place to existing gradients, so that they are not
             allocated.
+        available_bytes: bytes that the run may use beyond what exists before it; None without a limit.
     """
 
     step: GraphStep
@@ -221,6 +222,13 @@ class RunMemory:
     later_gradient_bytes: int = 0
     saved: SavedRowCounts = frozenset()
     added: frozenset[tuple[str, int]] = frozenset()
+    available_bytes: int | None = None
+
+    @functools.cached_property
+    def key(self) -> tuple[object, ...]:
+        """Return a key that is equal where the plans of runs are equal, as long as their graphs' byte terms are."""
+        beside = (self.saved_bytes, self.later_gradient_bytes, self.available_bytes, self.saved, self.added)
+        return (id(self.step), *sorted(self.sizes.items()), *beside)
 
     @property
     def forward(self) -> GraphMemory | None:

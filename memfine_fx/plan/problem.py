@@ -34,13 +34,14 @@ __all__ = [
     "Base",
     "SavableRows",
     "SavableTensor",
-    "StepWork",
+    "head_tokens",
     "lean_of",
     "live_bytes",
     "problem_of_partition",
     "problem_within",
     "problem_without_budget",
     "region_items",
+    "rows_choices",
     "run_of_plan",
     "with_margin",
 ]
@@ -88,17 +89,16 @@ def problem_within(
     Returns:
         None where the bytes of the run are not known.
     """
-    lean, work = lean_of(run), StepWork(config, run.step, run.values)
+    lean = lean_of(run)
     if lean.forward is None or lean.backward is None:
         return None
 
     def alternative(rows: int | None, seconds: float) -> Alternative:
-        size_of = chunk_sizes(config, run.step, rows, work.head_tokens(rows))
+        size_of = chunk_sizes(config, run.step, rows, head_tokens(config, run.step, run.values, rows))
         return Alternative(rows, seconds, lambda: live_bytes(lean, size_of, needs), lambda: region_items(run, size_of))
 
-    return StepProblem(
-        list(itertools.starmap(alternative, work.rows_choices(rates))), available, available - available // SLACK
-    )
+    choices = rows_choices(config, run.step, run.values, rates)
+    return StepProblem(list(itertools.starmap(alternative, choices)), available, available - available // SLACK)
 
 
 @dataclass(frozen=True)
@@ -337,51 +337,47 @@ def _disjoint(pieces: Sequence[Span]) -> Iterator[Span]:
             yield Span(start, stop, unit, whole, part)
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """The seconds that the regions of one step take, by rows per chunk.
-
-    Args:
-        sizes: value of each symbol of the graph.
+def rows_choices(
+    config: Config, step: GraphStep, sizes: Mapping[str, int], rates: Callable[[], DeviceRates]
+) -> list[tuple[int | None, float]]:
+    """Return (rows per chunk, seconds that the regions of a step take beyond those with the first choice), most rows
+    first; the first choice is as many as time asks for.
     """
+    if config.axis != "rows" or config.rows_per_chunk is not None:
+        return [(None, 0.0)]
+    regions = [(region, _unbounded(config, region, sizes)) for region in step.regions.values()]
+    most = max((rows for _, rows in regions), default=1)
+    halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
+    measured = rates()
+    fastest = sum(_region_seconds(region, sizes, rows, measured) for region, rows in regions)
 
-    config: Config
-    step: GraphStep
-    sizes: Mapping[str, int]
+    def slower(rows: int) -> float:
+        return max(0.0, sum(_region_seconds(region, sizes, rows, measured) for region, _ in regions) - fastest)
 
-    def rows_choices(self, rates: Callable[[], DeviceRates]) -> list[tuple[int | None, float]]:
-        """Return (rows, seconds slower than with the first, which is as many as time asks for), most rows first."""
-        if self.config.axis != "rows" or self.config.rows_per_chunk is not None:
-            return [(None, 0.0)]
-        most = max((self._unbounded(region) for region in self.step.regions.values()), default=1)
-        halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
-        measured = rates()
-        fastest = self._seconds(None, measured)
-        return [(None, 0.0), *((rows, max(0.0, self._seconds(rows, measured) - fastest)) for rows in halved)]
+    return [(None, 0.0), *((rows, slower(rows)) for rows in halved)]
 
-    def head_tokens(self, rows: int | None) -> int | None:
-        """Return the tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""
-        if rows is None:
-            return None
-        most = max((self._unbounded(region) for region in self.step.regions.values()), default=rows)
-        knee = max((knee_tokens(head.terms) for head in self.step.heads.values()), default=rows)
-        return max(LEAST_TOKENS, knee * rows // most)
 
-    def _unbounded(self, region: RegionMemory) -> int:
-        return unbounded_rows(self.config, region.terms_now("nothing"), region.tokens_at(self.sizes))
+def head_tokens(config: Config, step: GraphStep, sizes: Mapping[str, int], rows: int | None) -> int | None:
+    """Return the tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""
+    if rows is None:
+        return None
+    most = max((_unbounded(config, region, sizes) for region in step.regions.values()), default=rows)
+    knee = max((knee_tokens(head.terms) for head in step.heads.values()), default=rows)
+    return max(LEAST_TOKENS, knee * rows // most)
 
-    def _seconds(self, rows: int | None, rates: DeviceRates) -> float:
-        """Return the seconds of all regions of this graph in one step."""
-        seconds = 0.0
-        for region in self.step.regions.values():
-            terms = region.terms_now("nothing")
-            seconds += rows_seconds(
-                rates,
-                num_routed=max(1, region.rows_at(self.sizes)),
-                num_experts=terms.num_experts,
-                flops_per_row=STEP_FLOPS * terms.flops_per_row,
-                param_bytes=terms.param_bytes,
-                rows=self._unbounded(region) if rows is None else rows,
-                takes_group=terms.takes_group,
-            )
-        return seconds
+
+def _unbounded(config: Config, region: RegionMemory, sizes: Mapping[str, int]) -> int:
+    return unbounded_rows(config, region.terms_now("nothing"), region.tokens_at(sizes))
+
+
+def _region_seconds(region: RegionMemory, sizes: Mapping[str, int], rows: int, rates: DeviceRates) -> float:
+    terms = region.terms_now("nothing")
+    return rows_seconds(
+        rates,
+        num_routed=max(1, region.rows_at(sizes)),
+        num_experts=terms.num_experts,
+        flops_per_row=STEP_FLOPS * terms.flops_per_row,
+        param_bytes=terms.param_bytes,
+        rows=rows,
+        takes_group=terms.takes_group,
+    )

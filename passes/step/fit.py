@@ -24,16 +24,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
-from memfine_fx.memory.liveness import GraphMemory, Workspace
+from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.borders import layer_borders
 from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
@@ -41,12 +40,13 @@ from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.pointwise import cheapest, recomputing_pointwise
 from memfine_fx.passes.step.save import save_choices, save_in_regions
 from memfine_fx.passes.tracing import copied_module
+from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.problem import Base, SavableRows, SavableTensor, problem_of_partition
 from memfine_fx.plan.solve import solve
 from memfine_fx.records import SavePolicy
 
-__all__ = ["StepBudget", "Uniform", "fit", "give_room", "uniform"]
+__all__ = ["Uniform", "fit", "give_room", "uniform"]
 
 Uniform = Literal["recompute_all", "recompute_pointwise"]
 """A partition that treats equal layers alike; its recompute_pointwise recomputes elementwise work alone."""
@@ -58,64 +58,12 @@ _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 the partitioner save a random state for it, for nothing."""
 
 
-class StepBudget(Protocol):
-    """The bytes that the step of a graph may use, and those that it would.
-
-    Args:
-        is_asked: whether it is the user's; what an accelerator has overrules no checkpoints of the model's own.
-        beyond: by how many bytes compiled code was seen to hold more than the estimate of a partition made from a base.
-    """
-
-    is_asked: bool
-    beyond: Mapping[str, int]
-
-    @property
-    def available_bytes(self) -> int:
-        """For the step's peak, beyond what is there before it."""
-        ...
-
-    @property
-    def rates(self) -> DeviceRates: ...
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Values of the graph's symbols in the captured call."""
-        ...
-
-    def add_hints(self, graph: fx.Graph) -> None:
-        """Learn the values of symbols that no input has."""
-        ...
-
-    def live_bytes(
-        self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: Collection[str] = ()
-    ) -> list[int]:
-        """Live bytes of the whole step with this forward and backward, at each position of their timeline.
-
-        Args:
-            rows: per chunk; None for as many as time asks for.
-            without: ids of regions that save nothing, though their graph has room for it.
-        """
-        ...
-
-    def workspace(self, rows: int | None) -> Workspace:
-        """Scratch of the regions' ops with so many rows per chunk."""
-        ...
-
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Counts its time, without that of stages within it."""
-        ...
-
-    def rows_choices(self) -> Sequence[tuple[int | None, float]]:
-        """(rows, seconds slower than with the first), most rows first."""
-        ...
-
-
 Saved = Mapping[str, tuple[int, int]]
 """See `plan.solve.StepPlan`."""
 
 
 def fit(
-    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], budget: StepBudget
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], budget: GraphBudget
 ) -> Partition:
     """The partition for a budget, see above.
 
@@ -123,7 +71,7 @@ def fit(
         gm: the joint graph; it is not changed but for the tags of the model's checkpoints.
         num_forward_outputs: results of the joint graph that are forward's.
         partition: (copy of `gm` in which things are tagged, decision) -> partition.
-        budget: see `StepBudget`.
+        budget: see `GraphBudget`.
     """
     _drop_wishes(gm.graph)
     budget.add_hints(gm.graph)
@@ -160,7 +108,7 @@ def uniform(
 
 
 def _with_hints(
-    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
+    partition: Callable[..., Partition], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
 ) -> Partition:
     """A partition; what it computes again may bring symbols that the joint graph lacks (states of random numbers)."""
     result = partition(gm, decision=decision)
@@ -170,7 +118,7 @@ def _with_hints(
 
 
 def _timed(
-    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
+    partition: Callable[..., Partition], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
 ) -> Partition:
     """A partition beyond the first, which a compilation without a budget makes too."""
     with budget.timed("further partitions"):
@@ -181,7 +129,7 @@ def _faster(
     gm: fx.GraphModule,
     save_all: Partition,
     partition: Callable[..., Partition],
-    budget: StepBudget,
+    budget: GraphBudget,
     policies: Mapping[str, SavePolicy],
 ) -> Partition:
     """Return `save_all`, or a partition that recomputes elementwise work where saving its results takes more time.
@@ -202,7 +150,7 @@ def _fit_less(
     gm: fx.GraphModule,
     num_forward_outputs: int,
     partition: Callable[..., Partition],
-    budget: StepBudget,
+    budget: GraphBudget,
     regions: Sequence[Sequence[SavableRows]],
     plain: Pair,
 ) -> Partition:
@@ -243,7 +191,7 @@ def _fit_less(
     return replace(least, is_least=True)
 
 
-def _peak(partition: Partition, budget: StepBudget, rows: int | None = None, without: Collection[str] = ()) -> int:
+def _peak(partition: Partition, budget: GraphBudget, rows: int | None = None, without: Collection[str] = ()) -> int:
     return max(budget.live_bytes(*_pair(partition), rows, without), default=0)
 
 
@@ -251,7 +199,7 @@ def _pair(partition: Partition) -> Pair:
     return partition.forward_memory, partition.backward_memory
 
 
-def _available(budget: StepBudget, base: str) -> int:
+def _available(budget: GraphBudget, base: str) -> int:
     """Return the bytes that a partition may hold by its estimate, if it is made from a base."""
     return budget.available_bytes - budget.beyond.get(base, 0)
 
@@ -263,7 +211,7 @@ def _bases(
     recompute_pointwise: Partition,
     recompute_all: Partition,
     regions: Sequence[Sequence[SavableRows]],
-    budget: StepBudget,
+    budget: GraphBudget,
 ) -> list[Base]:
     """Return the three partitions to start from, each with what may be saved beyond what it saves."""
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
@@ -280,7 +228,7 @@ def _bases(
     ]
 
 
-def _seconds_beyond(pair: Pair, save_all: Pair, budget: StepBudget) -> float:
+def _seconds_beyond(pair: Pair, save_all: Pair, budget: GraphBudget) -> float:
     """Return the seconds that a partition takes beyond save_all.
 
     It writes and reads more, and spares new memory between forward and backward.

@@ -45,10 +45,11 @@ from memfine_fx.passes.ops import has_random_tag
 from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
-from memfine_fx.passes.step.fit import StepBudget, Uniform, fit, give_room, uniform
+from memfine_fx.passes.step.fit import Uniform, fit, give_room, uniform
 from memfine_fx.passes.step.fusible_gradients import fusible_weight_gradients
 from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.pointwise import has_checkpoints, partition_without_budget
+from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 
 __all__ = ["Partition", "StepPartitioner", "counted_inputs", "give_values", "partitioned_as_is"]
@@ -90,7 +91,7 @@ class StepPartitioner(CustomPartitionerFn):
         self,
         *,
         is_fused: bool = True,
-        budget: StepBudget | None = None,
+        budget: GraphBudget | None = None,
         rates: Callable[[], DeviceRates] | None = None,
         kind: Uniform | None = None,
         report: Callable[[Partition], None] | None = None,
