@@ -39,7 +39,6 @@ from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
-from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.save import saving_ops, trace_saving
 from memfine_fx.passes.step.scheduler_passes import KernelOrder, RegionDistance
 from memfine_fx.plan.budget import GraphBudget
@@ -220,16 +219,10 @@ def backward_call(
     return mark_boxed(call)
 
 
-def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:
+def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: GraphStep) -> None:
     """A partition was made: what it would hold is the step's record until there is a better one."""
-    step.forward, step.backward = partition.forward_memory, partition.backward_memory
-    step.decision, step.saves_all, step.is_least = partition.decision, partition.saves_all, partition.is_least
-    step.optional, step.fusible_gradients, step.base = (
-        dict(partition.optional),
-        partition.fusible_gradients,
-        partition.base,
-    )
+    step.take(partition)
     step.estimated = {"forward", "backward"}
-    step.add_hints(partition.forward.graph)
-    step.add_hints(partition.backward.graph)
+    for module in partition.modules:
+        step.add_hints(module.graph)
     partitioned()

@@ -31,7 +31,6 @@ from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.step.fit import Uniform
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values, partitioned_as_is
-from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.save import save_all_rows
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
@@ -80,7 +79,7 @@ class Recorder(Observer):
     def note(self, record: CapturedGraph, plan: str, step: GraphStep) -> None:
         self.recorded.setdefault(record, {})[plan] = step
 
-    def note_partition(self, record: CapturedGraph, step: GraphStep, plan: str, partition: Partition) -> None:
+    def note_partition(self, record: CapturedGraph, step: GraphStep, plan: str, partition: GraphStep) -> None:
         """Note the estimate of a graph's step under a plan, from the partition that the plan chooses."""
         other = GraphStep(step.regions, step.sizes, heads=step.heads)
         take_estimate(other, lambda: None, partition)
@@ -118,7 +117,7 @@ class RecordedGraph(CompiledGraph):
         self._compile_one = functools.partial(_read_alone, recorder.reads)
         super().__init__(graph_module, inputs, session, record)
 
-    def _chosen(self, run: Run, again: object) -> CompiledPartition:
+    def _chosen(self, run: Run) -> CompiledPartition:
         return self._partitions[0]  # whoever reads the record refuses
 
     def _compile(
@@ -196,7 +195,7 @@ def record_plain(
     step: GraphStep,
     in_backward: BackwardContext,
     shares: Mapping[str, float] = MappingProxyType({}),
-    note: Callable[[str, Partition], None] = lambda name, partition: None,
+    note: Callable[[str, GraphStep], None] = lambda name, partition: None,
 ) -> Callable[..., Any]:
     """Record what torch.compile makes of a graph, and return what runs the graph without building code.
 

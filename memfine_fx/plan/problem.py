@@ -124,17 +124,24 @@ class SavableRows:
         region_id: of the region.
         policy: how much.
         row_bytes: of each row.
-        num_rows: N.
-        seconds: spared if it is saved of all rows.
-        is_divisible: whether a run may save it of some rows.
+        copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
+        num_rows, num_experts: N of the captured call, E.
+        flops: of the matmuls that backward is spared, in the captured call.
+        travel_seconds: of the rows that need not come to this rank again.
+        is_divisible: whether a run may save it of some rows: where the rows of no other rank come.
+        seconds: spared if it is saved of all rows, once a device's rates are known.
     """
 
     region_id: str
     policy: SavePolicy
     row_bytes: int
+    copied_row_bytes: int
     num_rows: int
-    seconds: float
-    is_divisible: bool
+    num_experts: int
+    flops: int
+    travel_seconds: float = 0.0
+    is_divisible: bool = False
+    seconds: float = 0.0
 
     @property
     def seconds_per_byte(self) -> float:

@@ -33,10 +33,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
 from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.borders import layer_borders
 from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
-from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.pointwise import cheapest, recomputing_pointwise
 from memfine_fx.passes.step.save import save_choices, save_in_regions
 from memfine_fx.passes.tracing import copied_module
@@ -63,8 +63,8 @@ Saved = Mapping[str, tuple[int, int]]
 
 
 def fit(
-    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], budget: GraphBudget
-) -> Partition:
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., GraphStep], budget: GraphBudget
+) -> GraphStep:
     """The partition for a budget, see above.
 
     Args:
@@ -87,14 +87,14 @@ def fit(
         with budget.timed("fit"):
             chosen = _faster(gm, replace(save_all, base="save_all"), tried, budget, policies)
         return replace(chosen, saves_all=True, optional=_optional_of(regions, policies))
-    plain = [memory.without(added) for memory in (save_all.forward_memory, save_all.backward_memory)]
+    plain = [memory.without(added) for memory in _pair(save_all)]
     with budget.timed("fit"):
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, (plain[0], plain[1]))
 
 
 def uniform(
-    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], kind: Uniform
-) -> Partition:
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., GraphStep], kind: Uniform
+) -> GraphStep:
     """Return a partition whose choices do not depend on the number of layers; regions save nothing.
 
     Args:
@@ -108,18 +108,18 @@ def uniform(
 
 
 def _with_hints(
-    partition: Callable[..., Partition], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
-) -> Partition:
+    partition: Callable[..., GraphStep], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
+) -> GraphStep:
     """A partition; what it computes again may bring symbols that the joint graph lacks (states of random numbers)."""
     result = partition(gm, decision=decision)
-    budget.add_hints(result.forward.graph)
-    budget.add_hints(result.backward.graph)
+    for module in result.modules:
+        budget.add_hints(module.graph)
     return result
 
 
 def _timed(
-    partition: Callable[..., Partition], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
-) -> Partition:
+    partition: Callable[..., GraphStep], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
+) -> GraphStep:
     """A partition beyond the first, which a compilation without a budget makes too."""
     with budget.timed("further partitions"):
         return partition(gm, decision=decision)
@@ -127,11 +127,11 @@ def _timed(
 
 def _faster(
     gm: fx.GraphModule,
-    save_all: Partition,
-    partition: Callable[..., Partition],
+    save_all: GraphStep,
+    partition: Callable[..., GraphStep],
     budget: GraphBudget,
     policies: Mapping[str, SavePolicy],
-) -> Partition:
+) -> GraphStep:
     """Return `save_all`, or a partition that recomputes elementwise work where saving its results takes more time.
 
     Saved results are newly allocated memory, which costs a CPU more than recomputing them inside kernels that read.
@@ -149,11 +149,11 @@ def _faster(
 def _fit_less(
     gm: fx.GraphModule,
     num_forward_outputs: int,
-    partition: Callable[..., Partition],
+    partition: Callable[..., GraphStep],
     budget: GraphBudget,
     regions: Sequence[Sequence[SavableRows]],
     plain: Pair,
-) -> Partition:
+) -> GraphStep:
     """Return the partition where not all that pays can be saved; `plain` is save_all without what regions save."""
     results = costly_results(gm.graph, num_forward_outputs)
     recompute_pointwise = recomputing_pointwise(
@@ -191,12 +191,13 @@ def _fit_less(
     return replace(least, is_least=True)
 
 
-def _peak(partition: Partition, budget: GraphBudget, rows: int | None = None, without: Collection[str] = ()) -> int:
+def _peak(partition: GraphStep, budget: GraphBudget, rows: int | None = None, without: Collection[str] = ()) -> int:
     return max(budget.live_bytes(*_pair(partition), rows, without), default=0)
 
 
-def _pair(partition: Partition) -> Pair:
-    return partition.forward_memory, partition.backward_memory
+def _pair(partition: GraphStep) -> Pair:
+    assert partition.forward is not None and partition.backward is not None, "a partitioner records what it makes"
+    return partition.forward, partition.backward
 
 
 def _available(budget: GraphBudget, base: str) -> int:
@@ -208,8 +209,8 @@ def _bases(
     gm: fx.GraphModule,
     results: Sequence[CostlyResult],
     plain: Pair,
-    recompute_pointwise: Partition,
-    recompute_all: Partition,
+    recompute_pointwise: GraphStep,
+    recompute_all: GraphStep,
     regions: Sequence[Sequence[SavableRows]],
     budget: GraphBudget,
 ) -> list[Base]:
@@ -217,7 +218,7 @@ def _bases(
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
     pointwise_seconds = _seconds_beyond(_pair(recompute_pointwise), plain, budget) + again
     all_seconds = _seconds_beyond(_pair(recompute_all), plain, budget)
-    tensors = _savable_tensors(gm.graph, results, recompute_all.backward_memory, budget.rates)
+    tensors = _savable_tensors(gm.graph, results, _pair(recompute_all)[1], budget.rates)
     # Seconds are beyond those of a step that saves everything, of which each base recomputes what may be saved.
     of_regions = sum(max(0.0, *(amount.seconds for amount in amounts)) for amounts in regions)
     of_tensors = sum(max(0.0, tensor.seconds) for tensor in tensors)
@@ -267,12 +268,12 @@ def _regions_in_part(base: Base, saved: Saved) -> list[str]:
 
 def _realized(
     gm: fx.GraphModule,
-    partition: Callable[..., Partition],
+    partition: Callable[..., GraphStep],
     base: Base,
-    made_from: Mapping[str, Partition],
+    made_from: Mapping[str, GraphStep],
     saved: Saved,
     results: Sequence[CostlyResult],
-) -> Partition:
+) -> GraphStep:
     """The joint graph partitioned as a plan says; `made_from` are bases that exist as partitions."""
     if not saved and base.kind in made_from:
         return made_from[base.kind]
@@ -294,19 +295,19 @@ def _realized(
 
 
 def _recomputing_all(
-    gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]
-) -> Partition:
+    gm: fx.GraphModule, partition: Callable[..., GraphStep], results: Sequence[CostlyResult]
+) -> GraphStep:
     decision = f"no costly result is saved, all are recomputed in backward; {_described_regions({}, gm.graph)}"
     return _recomputing_costly(copied_module(gm), partition, set(), results, decision)
 
 
 def _recomputing_costly(
     module: fx.GraphModule,
-    partition: Callable[..., Partition],
+    partition: Callable[..., GraphStep],
     saved: set[str],
     results: Sequence[CostlyResult],
     decision: str,
-) -> Partition:
+) -> GraphStep:
     wanted = {result.name for result in results if not result.is_returned} - saved
     # A plain matmul that is left untagged is saved by the partitioner; attention it would compute again.
     for node in module.graph.nodes:
@@ -341,10 +342,7 @@ def _savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[
             before = smaller[-1] if smaller else None
             more = num_bytes - (0 if before is None else before.row_bytes * before.num_rows)
             seconds = (0.0 if before is None else before.seconds) - rates.saving_seconds(more, more)
-        is_divisible = choice.is_divisible and not smaller
-        smaller.append(
-            SavableRows(choice.region_id, choice.policy, choice.row_bytes, choice.num_rows, seconds, is_divisible)
-        )
+        smaller.append(replace(choice, seconds=seconds, is_divisible=choice.is_divisible and not smaller))
     return list(choices_by_region_id.values())
 
 

@@ -12,8 +12,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.step.costly_results import CostlyResult, is_attention, must_save
-from memfine_fx.passes.step.partitioned import Partition
 
 __all__ = ["cheapest", "has_checkpoints", "partition_without_budget", "recomputing_pointwise"]
 
@@ -23,8 +23,8 @@ _STEP_PER_FORWARD = 3
 
 
 def partition_without_budget(
-    gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callable[..., Partition]
-) -> Partition | None:
+    gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callable[..., GraphStep]
+) -> GraphStep | None:
     """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
 
     Args:
@@ -43,10 +43,10 @@ def has_checkpoints(joint: fx.Graph) -> bool:
 def recomputing_pointwise(
     gm: fx.GraphModule,
     results: Sequence[CostlyResult],
-    partition: Callable[..., Partition],
+    partition: Callable[..., GraphStep],
     *,
     of_regions: str = "",
-) -> Partition:
+) -> GraphStep:
     """The same, whatever the model's checkpoints are.
 
     Args:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +25,13 @@ import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.shapes import read_size
 from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
+from memfine_fx.plan.problem import SavableRows
 from memfine_fx.records import SavePolicy, SavingOp
 from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.store import LiveRegion, lookup
 
-__all__ = ["SaveChoice", "save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
+__all__ = ["save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
 
 _POLICIES: tuple[SavePolicy, ...] = ("projections", "operands")
 _POLICIES_OF_RANKS: tuple[SavePolicy, ...] = ("received", *_POLICIES)
@@ -40,33 +40,7 @@ _aten = torch.ops.aten
 _FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.experts_backward.default
 
 
-@dataclass(frozen=True)
-class SaveChoice:
-    """One amount that a region may save of its rows, with its bytes and the work that it spares backward.
-
-    Args:
-        region_id: key of the region.
-        policy: what is saved.
-        row_bytes: bytes saved of each routed row.
-        copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
-        num_rows, num_experts: N of the captured call, E.
-        is_divisible: whether a run may save it of a part of the rows: where the rows of no other rank come.
-        flops: of the matmuls that backward is spared, in the captured call.
-        travel_seconds: of the rows that need not come to this rank again.
-    """
-
-    region_id: str
-    policy: SavePolicy
-    row_bytes: int
-    copied_row_bytes: int
-    num_rows: int
-    num_experts: int
-    flops: int
-    travel_seconds: float = 0.0
-    is_divisible: bool = False
-
-
-def save_choices(joint: fx.Graph) -> list[SaveChoice]:
+def save_choices(joint: fx.Graph) -> list[SavableRows]:
     """The choices of every region with a backward, smaller ones first."""
     choices = []
     for forward, backward in _pairs(joint).values():
@@ -88,7 +62,7 @@ def save_choices(joint: fx.Graph) -> list[SaveChoice]:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
                 sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
-                choices.append(SaveChoice(region_id, policy, *sizes, flops, travel_seconds, is_divisible))
+                choices.append(SavableRows(region_id, policy, *sizes, flops, travel_seconds, is_divisible))
     return choices
 
 
