@@ -7,6 +7,7 @@ that region as the user wrote it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,19 +58,19 @@ def _compile(
     instead = session.observer.on_capture(graph_module, example_inputs, session, record)
     if instead is not None:
         return instead
-    body_regions = [
+    bodies = list(called_bodies(graph_module))
+    outcomes = [
         plan_regions(body, modes, session, record, example_inputs if body is graph_module else (), compile_graph)
-        for body, modes in list(called_bodies(graph_module))
+        for body, modes in bodies
     ]
     with session.diagnostics.timed("heads"):
         record.heads.extend(plan_heads(graph_module, session, record))
     if config.verify:
-        body_regions = verify_found(graph_module, example_inputs, body_regions, record)
-    for regions in body_regions:
-        record.outcomes.extend(regions.outcomes)
+        outcomes = verify_found(graph_module, example_inputs, bodies, outcomes, record)
+    record.outcomes.extend(itertools.chain(*outcomes))
     lower_heads(graph_module, record, config)  # first: what they read may be a region's exit
-    for regions in body_regions:
-        lower_regions(regions, session)
+    for (body, _), of_body in zip(bodies, outcomes, strict=True):
+        lower_regions(body, of_body, session)
     dump_graph(graph_module, session, "rewritten")
     tell_found(graph_module, session, record)
     run = session.observer.on_lowered(graph_module, example_inputs, session, record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -43,24 +43,9 @@ from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 
-__all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
+__all__ = ["lower_regions", "plan_regions", "read_bodies"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BodyRegions:
-    """Regions and refusals of one body of a captured graph.
-
-    Args:
-        body: the graph itself, or that of a higher-order op in it.
-        modes: in which it begins.
-        outcomes: its regions and refusals, in graph order.
-    """
-
-    body: fx.GraphModule
-    modes: Modes
-    outcomes: list[LoweredRegion | Refusal]
 
 
 def plan_regions(
@@ -70,10 +55,13 @@ def plan_regions(
     record: CapturedGraph,
     inputs: Sequence[object],
     compile_graph: CompileGraph,
-) -> BodyRegions:
-    """The regions of one body, each with the op's counterpart; but for ids of masks, the graph is as it was.
+) -> list[LoweredRegion | Refusal]:
+    """Return the regions and refusals of one body in graph order, each region with the op's counterpart; but for ids of
+    masks, the graph is as it was.
 
     Args:
+        body: a captured graph, or that of a higher-order op in it.
+        modes: in which it begins.
         inputs: of the body in the call that is being compiled; () where they are not known.
         compile_graph: compiles the captured graph of a layer alone, for the comparison with its own code.
 
@@ -98,34 +86,34 @@ def plan_regions(
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
         check_leftover_shapes(body, outcomes, session.diagnostics.refused_in_attempts, cuts)
-    return BodyRegions(body, modes, as_told_by_attempts(outcomes, session.diagnostics.refused_in_attempts))
+    return as_told_by_attempts(outcomes, session.diagnostics.refused_in_attempts)
 
 
-def lower_regions(found: BodyRegions, session: Session) -> None:
+def lower_regions(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], session: Session) -> None:
     """Rewrite the regions of one body."""
-    run_pass("regions", found.body, lambda: _lower(found, session), None)
+    run_pass("regions", body, lambda: _lower(body, outcomes, session), None)
 
 
-def _lower(found: BodyRegions, session: Session) -> None:
-    lowered = [outcome for outcome in found.outcomes if isinstance(outcome, LoweredRegion)]
+def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], session: Session) -> None:
+    lowered = [outcome for outcome in outcomes if isinstance(outcome, LoweredRegion)]
     if lowered and session.observer.lowers:
-        flow = Dataflow(found.body.graph)
+        flow = Dataflow(body.graph)
         for outcome in reversed(lowered):  # last first: a region may feed the next one
             live = outcome.live
             table_shape = None if live.exchange is None else live.exchange.table_shape
             lower_region(
-                found.body, outcome.region, live.region_id, flow=flow, table_shape=table_shape,
+                body, outcome.region, live.region_id, flow=flow, table_shape=table_shape,
                 routes_on_device=live.kernels is not None,
             )  # fmt: skip
         if any(outcome.live.exchange is not None for outcome in lowered):
-            drop_unread_tables(found.body)
-        found.body.graph.lint()
-        found.body.recompile()
-    drop_unread_ids(found.body)
-    restore_tables(found.body)
+            drop_unread_tables(body)
+        body.graph.lint()
+        body.recompile()
+    drop_unread_ids(body)
+    restore_tables(body)
     if session.observer.lowers:
-        refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]
-        tell_why_gathered(found.body.graph, refusals)
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+        tell_why_gathered(body.graph, refusals)
 
 
 def read_bodies(session: Session) -> None:
