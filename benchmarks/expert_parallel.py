@@ -50,7 +50,7 @@ from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds
 from memfine_fx.memory.closed_form import PAPER_BINS
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.memory.region_bytes import Travel
+from memfine_fx.memory.region_bytes import AllToAllSizes
 from memfine_fx.models._experts import GatedExperts
 
 LOADS = ("balanced", "zipf:1", "paper:15", "one", "in turn")
@@ -382,14 +382,14 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(counts_of(load, sizes)).cumsum(0)])
     placement, rows = Placement(sizes.experts, sizes.ranks), max(sizes.rows, sizes.tokens * sizes.top_k)
-    leg_rows = Travel(sizes.ranks, 1).leg_rows(rows)
+    staged_rows = AllToAllSizes(sizes.ranks, 1).staged_rows(rows)
     times = []
     for _ in range(20):
         dist.barrier()
         started = time.perf_counter()
         table = Table(gather_table(exchange, offsets, Announcement("counts", rows=rows), Place("a layer", "counting")))
-        schedule = Rounds(table.counts, placement, table.limits, leg_rows)
+        schedule = Rounds(table.counts, placement, table.limits, staged_rows)
         for number in range(schedule.num_rounds):
-            schedule.legs(rank, number)
+            schedule.all_to_alls(rank, number)
         times.append(time.perf_counter() - started)
     return statistics.median(times)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfine_fx.expert_parallel.packing import Packing
+from memfine_fx.expert_parallel.all_to_all import Packing
 from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.loop import SavedRows
 

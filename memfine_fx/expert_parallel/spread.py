@@ -6,7 +6,8 @@ Terms
 
 1. Rows of (source, expert), which stand together in the source's expert order, are cut in ranges: the owner's first,
    then each clone's in the order of the plan. So a place's rows of a source are one range there, as an expert's are.
-2. With these counts [ep,P] the schedule is that of experts: rounds, legs and saved rounds need not know of clones.
+2. With these counts [ep,P] the schedule is that of experts: rounds, all-to-alls and saved rounds need not know of
+   clones.
 """
 
 from __future__ import annotations

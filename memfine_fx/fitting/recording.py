@@ -27,7 +27,7 @@ from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
-from memfine_fx.plan.problem import lean_of
+from memfine_fx.plan.problem import saving_nothing
 
 __all__ = [
     "ESTIMATED",
@@ -222,7 +222,7 @@ def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> Rec
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
     # Activations that are saved where that is free leave the peak as it is without them.
-    runs = {"asked": passed if session.config.has_budget else tuple(map(lean_of, passed))}
+    runs = {"asked": passed if session.config.has_budget else tuple(map(saving_nothing, passed))}
     plans = [*recorder.plans, ESTIMATED] if recorder.reads == "code" and "most" in recorder.plans else recorder.plans
     for plan in plans:
         runs[plan] = tuple(replace(run, step=recorder.step_under(plan, run.step)) for run in passed)

@@ -23,12 +23,12 @@ from memfine_fx.plan.peaks import chunk_sizes, peak_of_run, unbounded_rows
 from memfine_fx.plan.problem import (
     MARGIN_PERCENT,
     head_tokens,
-    lean_of,
     live_bytes,
     problem_within,
     problem_without_budget,
     rows_choices,
     run_of_plan,
+    saving_nothing,
     with_margin,
 )
 from memfine_fx.plan.rates import device_rates
@@ -89,7 +89,7 @@ def is_limited(state: StepState, device: torch.device, regions: Iterable[RegionM
     """
     if state.config.has_budget:
         return True
-    is_alone = all(region.terms_now("nothing").travel is None for region in regions)
+    is_alone = all(region.terms_now("nothing").all_to_all is None for region in regions)
     return state.config.memory_budget is None and state.runs_here and is_alone and is_accelerator(device)
 
 
@@ -218,7 +218,7 @@ class GraphBudget:
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
         trial.optional = dict.fromkeys(without, 0.0)
         memory = replace(self.context, step=trial, sizes=step.sizes, saved=frozenset())
-        return [with_margin(num_bytes) for num_bytes in live_bytes(lean_of(memory), self._size_of(rows))]
+        return [with_margin(num_bytes) for num_bytes in live_bytes(saving_nothing(memory), self._size_of(rows))]
 
     def workspace(self, rows: int | None) -> Workspace:
         """Return the scratch of the regions' ops with so many rows per chunk."""
@@ -287,12 +287,12 @@ def saving_in(state: StepState, run: Run, hidden: torch.Tensor) -> RunMemory:
     config, memory = state.config, run.memory
     if not run.graph.is_limited:
         if memory.step.estimated or state.history.is_followed(run):
-            return lean_of(memory)
+            return saving_nothing(memory)
         without = functools.partial(problem_without_budget, config, memory)
         return state.peaks.run_with_saved_rows(memory, 0, lambda: _solved(without(), memory))
     later = state.history.expected_after(run)
     if not later and state.history.is_followed(run):
-        return lean_of(memory)
+        return saving_nothing(memory)
     context, needs = context_of(state, run), _needs_of(config, later)
     rates = functools.partial(device_rates, hidden.device.type, hidden.dtype)
     return state.peaks.run_with_saved_rows(context, needs, lambda: _saving_within(config, context, needs, rates))
@@ -302,9 +302,9 @@ def _needs_of(config: Config, runs: Sequence[Run]) -> int:
     """The most bytes that runs one after another take, each with what the earlier ones saved, beside all else."""
     most = saved = 0
     for run in runs:
-        lean = replace(lean_of(run.memory), saved_bytes=0)
-        most = max(most, saved + (step_peak_bytes([lean], chunk_sizes(config, lean.step, None, None)) or 0))
-        saved += lean.left_bytes
+        unsaved = replace(saving_nothing(run.memory), saved_bytes=0)
+        most = max(most, saved + (step_peak_bytes([unsaved], chunk_sizes(config, unsaved.step, None, None)) or 0))
+        saved += unsaved.left_bytes
     return most
 
 
@@ -379,7 +379,7 @@ def refusal_of(state: StepState, context: RunMemory, device: torch.device) -> Bu
     smallest = smallest_peak(state, context)
     if smallest is None or smallest <= available:
         return None
-    context = lean_of(context)
+    context = saving_nothing(context)
     peak = peak_of_run(config, context, _fewest_rows(config, context), LEAST_TOKENS)
     assert peak is not None, "a run of known bytes has a peak"
     return infeasible(_as_terms(peak), budget, available)
@@ -389,7 +389,7 @@ def smallest_peak(state: StepState, context: RunMemory) -> int | None:
     """Return the bytes of a run with the smallest chunks that saves nothing it need not; None where nothing is known of
     it.
     """
-    context = lean_of(context)
+    context = saving_nothing(context)
     return state.peaks.peak_of(state.config, context)(_fewest_rows(state.config, context), LEAST_TOKENS)
 
 

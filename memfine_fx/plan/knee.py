@@ -46,7 +46,7 @@ def measured_knee(region: RegionBytes, dtype: torch.dtype) -> int | None:
     """The knee of a layer on this machine's CPU, measured once for its widths; None where others decide: on other
     devices, and where rows come from other ranks or the experts of a chunk are multiplied at once.
     """
-    if region.device_type != "cpu" or region.travel is not None or region.takes_group or not region.flops_per_row:
+    if region.device_type != "cpu" or region.all_to_all is not None or region.takes_group or not region.flops_per_row:
         return None
     width = max(1, region.flops_per_row // (2 * region.hidden))
     return knee_rows(product_rates(region.device_type, dtype, region.hidden, width), region)

@@ -35,7 +35,6 @@ __all__ = [
     "SavableRows",
     "SavableTensor",
     "head_tokens",
-    "lean_of",
     "live_bytes",
     "problem_of_partition",
     "problem_within",
@@ -43,6 +42,7 @@ __all__ = [
     "region_items",
     "rows_choices",
     "run_of_plan",
+    "saving_nothing",
     "with_margin",
 ]
 
@@ -63,16 +63,16 @@ def problem_without_budget(config: Config, run: RunMemory) -> StepProblem | None
     what comes under it has chunks as large as the plan allows. It holds for any routing. What exists before the step is
     the same in both runs, so that nothing of it need be known.
     """
-    lean = lean_of(run)
-    if lean.forward is None or lean.backward is None:
+    unsaved = saving_nothing(run)
+    if unsaved.forward is None or unsaved.backward is None:
         return None
     planned = chunk_sizes(config, run.step, None, None)
 
     def smallest(region_id: str, num_tokens: int) -> ChunkSize:
         return planned(region_id, num_tokens) if region_id in run.step.heads else ChunkSize(1, stages=False)
 
-    limit = max(live_bytes(lean, smallest))
-    live = live_bytes(lean, planned)
+    limit = max(live_bytes(unsaved, smallest))
+    live = live_bytes(unsaved, planned)
     rows = Alternative(None, 0.0, lambda: live, lambda: region_items(run, planned))
     return StepProblem([rows], max(limit, *live), limit - limit // SLACK)
 
@@ -89,13 +89,15 @@ def problem_within(
     Returns:
         None where the bytes of the run are not known.
     """
-    lean = lean_of(run)
-    if lean.forward is None or lean.backward is None:
+    unsaved = saving_nothing(run)
+    if unsaved.forward is None or unsaved.backward is None:
         return None
 
     def alternative(rows: int | None, seconds: float) -> Alternative:
         size_of = chunk_sizes(config, run.step, rows, head_tokens(config, run.step, run.values, rows))
-        return Alternative(rows, seconds, lambda: live_bytes(lean, size_of, needs), lambda: region_items(run, size_of))
+        return Alternative(
+            rows, seconds, lambda: live_bytes(unsaved, size_of, needs), lambda: region_items(run, size_of)
+        )
 
     choices = rows_choices(config, run.step, run.values, rates)
     return StepProblem(list(itertools.starmap(alternative, choices)), available, available - available // SLACK)
@@ -127,7 +129,7 @@ class SavableRows:
         copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
         num_rows, num_experts: N of the captured call, E.
         flops: of the matmuls that backward is spared, in the captured call.
-        travel_seconds: of the rows that need not come to this rank again.
+        all_to_all_seconds: of the rows that need not come to this rank again.
         is_divisible: whether a run may save it of some rows: where the rows of no other rank come.
         seconds: spared if it is saved of all rows, once a device's rates are known.
     """
@@ -139,7 +141,7 @@ class SavableRows:
     num_rows: int
     num_experts: int
     flops: int
-    travel_seconds: float = 0.0
+    all_to_all_seconds: float = 0.0
     is_divisible: bool = False
     seconds: float = 0.0
 
@@ -258,13 +260,13 @@ def with_margin(estimated: int) -> int:
 def run_of_plan(run: RunMemory, plan: StepPlan | None) -> RunMemory:
     """Return the run in which regions save as many rows as a plan says; none without a plan."""
     return (
-        lean_of(run)
+        saving_nothing(run)
         if plan is None
         else run.with_saved_rows({region_id: rows for region_id, (_, rows) in plan.saved.items()})
     )
 
 
-def lean_of(run: RunMemory) -> RunMemory:
+def saving_nothing(run: RunMemory) -> RunMemory:
     """Return the same run in which no region saves anything that it need not."""
     return run.with_saved_rows({})
 

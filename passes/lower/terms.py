@@ -77,7 +77,7 @@ def region_bytes(
         backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
         device_type=output.device.type,
         product_scratch=gradient_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
-        travel=None if exchange is None else exchange.travel,
+        all_to_all=None if exchange is None else exchange.all_to_all,
         clones_forward=_clones_bytes(region, exchange, backward=False),
         clones_backward=_clones_bytes(region, exchange, backward=True),
         window=None if kernels is None else _window_bytes(region, kernels, hidden, output, wanted),

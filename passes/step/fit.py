@@ -337,7 +337,7 @@ def _savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[
         if choice.policy != "operands":
             products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
             costs = rates.saving_seconds(num_bytes, choice.copied_row_bytes * choice.num_rows)
-            seconds = products + choice.travel_seconds - costs
+            seconds = products + choice.all_to_all_seconds - costs
         else:
             before = smaller[-1] if smaller else None
             more = num_bytes - (0 if before is None else before.row_bytes * before.num_rows)

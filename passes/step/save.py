@@ -48,11 +48,11 @@ def save_choices(joint: fx.Graph) -> list[SavableRows]:
         region = lookup(region_id)
         flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
-        arrived, travel_seconds = 0, 0.0
+        arrived, all_to_all_seconds = 0, 0.0
         is_divisible = region.decides_saved_rows
         if region.exchange is not None:
             arrived = _arriving_row_bytes(forward)
-            travel_seconds = arrived * num_rows / region.exchange.bandwidth
+            all_to_all_seconds = arrived * num_rows / region.exchange.bandwidth
         row_bytes = 0
         for policy in _POLICIES if region.exchange is None else _POLICIES_OF_RANKS:
             bodies = region.bodies.saving(policy, flags)
@@ -62,7 +62,7 @@ def save_choices(joint: fx.Graph) -> list[SavableRows]:
                 row_bytes = arrived + bodies.row_bytes
                 flops = bodies.flops_per_row * num_rows
                 sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
-                choices.append(SavableRows(region_id, policy, *sizes, flops, travel_seconds, is_divisible))
+                choices.append(SavableRows(region_id, policy, *sizes, flops, all_to_all_seconds, is_divisible))
     return choices
 
 

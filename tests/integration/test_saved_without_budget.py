@@ -21,7 +21,7 @@ from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.problem import lean_of
+from memfine_fx.plan.problem import saving_nothing
 from memfine_fx.plan.runs import Run
 from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.loop import SavedRows
@@ -81,7 +81,7 @@ def lean_peak() -> int:
     """Predicted of the latest step, had its regions kept nothing."""
     session = sessions()[-1]
     (run,) = session.steps.latest_runs()
-    peak = step_peak_bytes([lean_of(run)], functools.partial(largest_chunk, session))
+    peak = step_peak_bytes([saving_nothing(run)], functools.partial(largest_chunk, session))
     assert peak is not None
     return peak
 

@@ -1,13 +1,14 @@
 """Run one layer with experts on several ranks, round by round.
 
 Each round
-1. every source gathers the rows that leave it, leg by leg, with their routing weights (backward: also the gradients
-   of their results), and they travel to the experts' owners; the next leg is filled while one travels;
+1. every source gathers the rows that leave it, for one all-to-all after the other, with their routing weights
+   (backward: also the gradients of their results), and they travel to the experts' owners; the next all-to-all is
+   filled while one travels;
 2. the owner sorts the received rows into expert order, as index arrays, and runs the chunk loop of the single process
    on them, in chunks of at most R rows: a layer with K = 1 whose tokens are the received rows. So results are set in
    place and not summed, and gradients of rows overwrite the received gradients of their results, which are read before;
 3. results (backward: gradients of rows and weights) travel back the way they came and are added to their tokens, one
-   leg while the next travels.
+   all-to-all while the next travels.
 
 With overlap the rows of round i+1 travel while round i computes, so that 2R rows are alive.
 Rows of saved rounds are received into the saved tensors (`saved`); in backward only gradients of their results travel.
@@ -23,29 +24,27 @@ from functools import cached_property, partial
 
 import torch
 
-from memfine_fx.expert_parallel.arrival import Arrival, Parcel, returned
-from memfine_fx.expert_parallel.clones import Clones, Slots
+from memfine_fx.expert_parallel.all_to_all import AllToAllBuffers, IncomingRound, Packing, RowIndices, returned
+from memfine_fx.expert_parallel.clones import Clones, ReplicaSlots
 from memfine_fx.expert_parallel.exchange import Exchange, Place
-from memfine_fx.expert_parallel.packing import Packing
-from memfine_fx.expert_parallel.places import WalkPlaces
 from memfine_fx.expert_parallel.saved import SavedRounds
-from memfine_fx.expert_parallel.schedule import Leg, Schedule
-from memfine_fx.memory.region_bytes import LEGS_IN_FLIGHT
+from memfine_fx.expert_parallel.schedule import AllToAll, Schedule
+from memfine_fx.memory.region_bytes import ALL_TO_ALLS_IN_FLIGHT
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.loop import Places, SavedRows, accumulator_dtype, open_gradients, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 
-__all__ = ["LayerWalk", "WalkStats"]
+__all__ = ["RoundLoop", "RoundLoopStats"]
 
-_Parcels = Callable[[int, int], list[Parcel]]
-"""The parcels of a round, by its number and how many rows this rank receives in it."""
+_BuffersOf = Callable[[int, int], list[AllToAllBuffers]]
+"""The buffers of a round, by its number and how many rows this rank receives in it."""
 
 
 @dataclass
-class WalkStats:
-    """Statistics of one walk: rounds, rows of the largest, chunks, rows of the largest, whether an expert was split."""
+class RoundLoopStats:
+    """Statistics of one pass: rounds, rows of the largest, chunks, rows of the largest, whether an expert was split."""
 
     num_rounds: int = 0
     largest_round: int = 0
@@ -61,7 +60,7 @@ class WalkStats:
 
 
 @dataclass(frozen=True)
-class LayerWalk:
+class RoundLoop:
     """One layer in one step, on one rank.
 
     Args:
@@ -77,7 +76,7 @@ class LayerWalk:
         overlaps: whether rows of the next round travel while one computes.
         saved: tensors of the rounds that are saved.
         clones: of other ranks' experts, None without replication.
-        stats: filled while walking.
+        stats: filled while the rounds run.
     """
 
     exchange: Exchange
@@ -91,7 +90,7 @@ class LayerWalk:
     overlaps: bool
     saved: SavedRounds
     clones: Clones | None
-    stats: WalkStats
+    stats: RoundLoopStats
 
     def forward(self, out_dtype: torch.dtype, on_failure: Callable[[int], None]) -> torch.Tensor:
         """Return the layer's output, [T,H_out]."""
@@ -100,21 +99,21 @@ class LayerWalk:
         result_packing = Packing(((bodies.out_width, bodies.contribution_dtype),))
         slots = None if self.clones is None else self.clones.fetch("forward")
 
-        def run(arrival: Arrival) -> None:
-            (parcel,) = arrival.parcels
-            routed = self._arrived(arrival, parcel.packing.views(parcel.take()))
-            own = self._values(arrival) if self.saved.holds(arrival.number) else None
+        def run(incoming: IncomingRound) -> None:
+            (buffers,) = incoming.buffers
+            routed = self._arrived(incoming, buffers.packing.views(buffers.take()))
+            own = self._values(incoming) if self.saved.holds(incoming.number) else None
             results = result_packing.buffers(routed.num_tokens, hidden)
-            for part, chunks in self._parts(arrival.number, routed, slots):
+            for part, chunks in self._parts(incoming.number, routed, slots):
                 run_forward(part, bodies, chunks, bodies.contribution_dtype, on_failure, own, place=results[0])
             del routed, part
-            for leg, columns in returned(arrival, results, result_packing):
-                _add_rows(out, self._tokens(self._assignments(arrival.number, leg)), columns.pop())
+            for index, columns in returned(incoming, results, result_packing):
+                _add_rows(out, self._tokens(self._assignments(incoming.number, index)), columns.pop())
 
-        def parcels(number: int, num_rows: int) -> list[Parcel]:
-            return [self._rows_and_weights(number, num_rows, is_kept=self.saved.holds(number))]
+        def buffers_of(number: int, num_rows: int) -> list[AllToAllBuffers]:
+            return [self._rows_and_weights(number, num_rows, is_saved=self.saved.holds(number))]
 
-        self._walk(run, "forward", parcels)
+        self._run_rounds(run, "forward", buffers_of)
         return out.to(out_dtype)
 
     def backward(
@@ -144,36 +143,36 @@ class LayerWalk:
         are_alike = grad_hidden is not None and (grad.shape[1], grad.dtype) == (hidden.shape[1], hidden.dtype)
         grad_packing = result_packing if are_alike else Packing.of([grad])
 
-        def run(arrival: Arrival) -> None:
-            grad_parcel, *row_parcels = arrival.parcels
-            boxes, is_kept = grad_parcel.take(), self.saved.holds(arrival.number)
+        def run(incoming: IncomingRound) -> None:
+            grad_buffers, *row_buffers = incoming.buffers
+            boxes, is_saved = grad_buffers.take(), self.saved.holds(incoming.number)
             rows_grad = grad_packing.views(boxes)[0]
-            if is_kept:
-                columns = self.saved.rows(*self._range(arrival.number))
+            if is_saved:
+                columns = self.saved.rows(*self._range(incoming.number))
             else:
-                columns = row_parcels[0].packing.views(row_parcels[0].take())
-            routed = self._arrived(arrival, columns)
+                columns = row_buffers[0].packing.views(row_buffers[0].take())
+            routed = self._arrived(incoming, columns)
             results = boxes if are_alike else result_packing.buffers(routed.num_tokens, hidden)
-            own = self._values(arrival) if is_kept else None
+            own = self._values(incoming) if is_saved else None
             places = Places(*_columns(result_packing, results, grad_hidden is not None, grad_weight is not None))
-            parts = self._parts(arrival.number, routed, slots)
+            parts = self._parts(incoming.number, routed, slots)
             for (part, chunks), into in zip(parts, (gradients, slot_gradients), strict=False):
                 run_backward(
                     rows_grad, part, bodies, chunks, wanted, wanted_params, on_failure, own, into=into, places=places
                 )
             del rows_grad, columns, routed, places, boxes, parts, part
-            for leg, result_columns in returned(arrival, results, result_packing):
-                assignments = self._assignments(arrival.number, leg)
+            for index, result_columns in returned(incoming, results, result_packing):
+                assignments = self._assignments(incoming.number, index)
                 if grad_weight is not None:
                     grad_weight.index_copy_(0, assignments, result_columns.pop())
                 if grad_hidden is not None:
                     _add_rows(grad_hidden, self._tokens(assignments), result_columns.pop())
 
-        def parcels(number: int, num_rows: int) -> list[Parcel]:
-            grads = Parcel([(grad, True)], grad_packing, grad_packing.buffers(num_rows, grad))
+        def buffers_of(number: int, num_rows: int) -> list[AllToAllBuffers]:
+            grads = AllToAllBuffers([(grad, True)], grad_packing, grad_packing.buffers(num_rows, grad))
             return [grads, *([] if self.saved.holds(number) else [self._rows_and_weights(number, num_rows)])]
 
-        self._walk(run, "backward", parcels)
+        self._run_rounds(run, "backward", buffers_of)
         if self.clones is not None:
             self.clones.give_back(slot_gradients, gradients)
         return (
@@ -182,56 +181,56 @@ class LayerWalk:
             gradients,
         )
 
-    def _rows_and_weights(self, number: int, num_rows: int, *, is_kept: bool = False) -> Parcel:
-        """Return the parcel of a round's rows and weights; saved rounds are received into the saved tensors."""
+    def _rows_and_weights(self, number: int, num_rows: int, *, is_saved: bool = False) -> AllToAllBuffers:
+        """Return the buffers of a round's rows and weights; saved rounds are received into the saved tensors."""
         hidden, weight = self.routed.hidden, self.routed.flat_weight
         sources = [(hidden, True), *([] if weight is None else [(weight, False)])]
         packing = self.saved.packing
-        inboxes = self.saved.inboxes(*self._range(number)) if is_kept else packing.buffers(num_rows, hidden)
-        return Parcel(sources, packing, inboxes)
+        inboxes = self.saved.inboxes(*self._range(number)) if is_saved else packing.buffers(num_rows, hidden)
+        return AllToAllBuffers(sources, packing, inboxes)
 
-    def _walk(self, run: Callable[[Arrival], None], phase: str, parcels: _Parcels) -> None:
+    def _run_rounds(self, run: Callable[[IncomingRound], None], phase: str, buffers_of: _BuffersOf) -> None:
         """Call `run` on the received rows of every round.
 
         Tensors of a round are freed when `run` returns, before the next round's rows are received.
         """
         self.stats.num_rounds = num_rounds = self.schedule.num_rounds
-        start = partial(self._start, phase, parcels)
-        ahead: Arrival | None = None
+        start = partial(self._start, phase, buffers_of)
+        ahead: IncomingRound | None = None
         for number in range(num_rounds):
-            arrival = start(number) if ahead is None else ahead
-            arrival.wait()
+            incoming = start(number) if ahead is None else ahead
+            incoming.wait()
             ahead = start(number + 1) if self.overlaps and number + 1 < num_rounds else None
-            run(arrival)
-            del arrival
+            run(incoming)
+            del incoming
 
-    def _start(self, phase: str, parcels: _Parcels, number: int) -> Arrival:
-        """Send this rank's rows of a round and receive the others'; the last legs are on their way when it returns."""
-        legs = self._legs[number]
+    def _start(self, phase: str, buffers_of: _BuffersOf, number: int) -> IncomingRound:
+        """Send this rank's rows of a round and receive the others'; the last are in flight when it returns."""
+        all_to_alls = self._all_to_alls[number]
         place = Place(self.layer, phase, number, self.schedule.num_rounds)
-        num_rows = sum(leg.num_received for leg in legs)
-        arrival = Arrival(number, place, self.exchange, legs, parcels(number, num_rows))
+        num_rows = sum(a2a.num_received for a2a in all_to_alls)
+        incoming = IncomingRound(number, place, self.exchange, all_to_alls, buffers_of(number, num_rows))
         begin = 0
-        for leg_number, leg in enumerate(legs):
-            arrival.wait(LEGS_IN_FLIGHT - 1)
-            assignments = self._assignments(number, leg_number)
+        for index, a2a in enumerate(all_to_alls):
+            incoming.wait(ALL_TO_ALLS_IN_FLIGHT - 1)
+            assignments = self._assignments(number, index)
             tokens = self._tokens(assignments)
-            outboxes = [parcel.fill(leg.num_sent, tokens, assignments) for parcel in arrival.parcels]
-            arrival.add(begin, leg, outboxes)
-            begin += leg.num_received
-        return arrival
+            outboxes = [buffers.fill(a2a.num_sent, tokens, assignments) for buffers in incoming.buffers]
+            incoming.add(begin, a2a, outboxes)
+            begin += a2a.num_received
+        return incoming
 
     @cached_property
-    def _legs(self) -> list[list[Leg]]:
-        return [self.schedule.legs(self.rank, number) for number in range(self.schedule.num_rounds)]
+    def _all_to_alls(self) -> list[list[AllToAll]]:
+        return [self.schedule.all_to_alls(self.rank, number) for number in range(self.schedule.num_rounds)]
 
     @cached_property
-    def _places(self) -> WalkPlaces:
-        return WalkPlaces(self._legs, self.begins, self.routed.order.device)
+    def _indices(self) -> RowIndices:
+        return RowIndices(self._all_to_alls, self.begins, self.routed.order.device)
 
-    def _assignments(self, number: int, leg: int) -> torch.Tensor:
-        """Return the flat assignments t*K+k of this rank's rows of a leg."""
-        return self.routed.order.index_select(0, self._places.sent(number, leg)).to(torch.int64)
+    def _assignments(self, number: int, index: int) -> torch.Tensor:
+        """Return the flat assignments t*K+k of this rank's rows of an all-to-all."""
+        return self.routed.order.index_select(0, self._indices.sent(number, index)).to(torch.int64)
 
     def _tokens(self, assignments: torch.Tensor) -> torch.Tensor:
         return torch.div(assignments, self.routed.top_k, rounding_mode="floor")
@@ -243,18 +242,20 @@ class LayerWalk:
         )
         return before, after - before
 
-    def _values(self, arrival: Arrival) -> SavedRows | None:
-        return self.saved.values_of(*self._range(arrival.number))
+    def _values(self, incoming: IncomingRound) -> SavedRows | None:
+        return self.saved.values_of(*self._range(incoming.number))
 
-    def _arrived(self, arrival: Arrival, columns: Sequence[torch.Tensor]) -> Routed:
+    def _arrived(self, incoming: IncomingRound, columns: Sequence[torch.Tensor]) -> Routed:
         """Return the received rows, and weights if any, as a layer of its own in the order of places."""
-        counts = sum((leg.received.sum(dim=0) for leg in arrival.legs[1:]), arrival.legs[0].received.sum(dim=0))
+        counts = sum(
+            (a2a.received.sum(dim=0) for a2a in incoming.all_to_alls[1:]), incoming.all_to_alls[0].received.sum(dim=0)
+        )
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         rows, *weights = columns
         weight = weights[0].unsqueeze(1) if weights else None
-        return Routed(rows, weight, self._places.order(arrival.number), offsets, self.routed.params, 1)
+        return Routed(rows, weight, self._indices.order(incoming.number), offsets, self.routed.params, 1)
 
-    def _parts(self, number: int, routed: Routed, slots: Slots | None) -> Iterator[tuple[Routed, list[Chunk]]]:
+    def _parts(self, number: int, routed: Routed, slots: ReplicaSlots | None) -> Iterator[tuple[Routed, list[Chunk]]]:
         """Yield a round's rows with the parameters that compute them: those of this rank's experts, then of its slots.
 
         Clones may still be on their way while the first of the two is computed.
