@@ -1,4 +1,9 @@
-"""A body's regions through read, check, plan and lower; `heads` does the same for its heads."""
+"""A body's regions through read, check, plan and lower; `heads` does the same for its heads.
+
+Dynamo's flags let data-dependent shapes into a graph, and an attempt under them is accepted only if none is left over
+outside of regions. Without the flags the loop over experts is outside the graph, where nothing says why it was not
+chunked; the attempt said so. So the refusals of the attempt are stored, and reported in the place of graph breaks.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +17,36 @@ from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
-from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
 from memfine_fx.compiler.own_code import compare_with_own_code
 from memfine_fx.compiler.own_code_runs import CompileGraph
 from memfine_fx.compiler.session import Session, next_region_id
 from memfine_fx.config import Config
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import CannotChunk, GuardRefused, LeftoverShapes, Reason
 from memfine_fx.kernels.choice import why_compiled_functions_run
 from memfine_fx.kernels.experts import KernelExperts
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
-from memfine_fx.passes.dataflow import Dataflow, tensor_of
-from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
+from memfine_fx.passes.dataflow import Dataflow, has_unbacked_shape, is_only_asserted, provenance, tensor_of
 from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.passes.lower.region import lower_region
-from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, sharded_experts, tell_why_gathered
-from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region_bytes
+from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, say_why_gathered, sharded_experts
+from memfine_fx.passes.lower.terms import argument_specs, num_tokens_hint, num_tokens_of, region_bytes, wanted_gradients
 from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.read.dropped import drop_unread_ids
-from memfine_fx.passes.read.guards import discharge_guards, refuse_guards
+from memfine_fx.passes.read.guards import GUARDED, OpenCut, discharge_guards, is_total, refuse_guards
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
-from memfine_fx.plan.knee import measured_knee
+from memfine_fx.plan.rates import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
 from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 
-__all__ = ["lower_regions", "plan_regions", "read_bodies"]
+__all__ = ["check_leftover_shapes", "lower_regions", "plan_regions", "read_bodies", "with_reasons_of_attempts"]
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ def plan_regions(
         compile_graph: compiles the captured graph of a layer alone, for the comparison with its own code.
 
     Raises:
-        LeftoverShapes: see `leftovers`.
+        LeftoverShapes: data-dependent shapes are in no region; the attempt that let them in is given up.
         GuardRefused: a loop that skips experts without rows cannot be run for all of them.
     """
     with session.diagnostics.timed("read"):
@@ -86,7 +89,7 @@ def plan_regions(
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
         check_leftover_shapes(body, outcomes, session.diagnostics.refused_in_attempts, cuts)
-    return as_told_by_attempts(outcomes, session.diagnostics.refused_in_attempts)
+    return with_reasons_of_attempts(outcomes, session.diagnostics.refused_in_attempts)
 
 
 def lower_regions(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], session: Session) -> None:
@@ -113,7 +116,7 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
     restore_tables(body)
     if session.observer.lowers:
         refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
-        tell_why_gathered(body.graph, refusals)
+        say_why_gathered(body.graph, refusals)
 
 
 def read_bodies(session: Session) -> None:
@@ -241,3 +244,62 @@ def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> Ex
         takes_group=takes_group,
         inner=config.inner_backend,
     )
+
+
+def check_leftover_shapes(
+    body: fx.GraphModule,
+    outcomes: Sequence[LoweredRegion | Refusal],
+    whole_layers: list[Refusal],
+    cuts: Sequence[OpenCut] = (),
+) -> None:
+    """Refuse an attempt that helped nothing here, or that runs skipped bodies which may raise without rows.
+
+    Data-dependent shapes beside a loop that was raised are left to the compiler: it fails now or never.
+
+    Args:
+        whole_layers: extended by the refusals of layers that the attempt saw whole.
+        cuts: that only a region proves which swallows them.
+
+    Raises:
+        LeftoverShapes: the attempt is given up.
+        GuardRefused: a rewritten loop is not proved.
+    """
+    lowered = [outcome for outcome in outcomes if isinstance(outcome, LoweredRegion)]
+    has_loop = any(outcome.region.family == "loops" for outcome in lowered)
+    swallowed = {node for outcome in lowered for node in outcome.region.cut.nodes}
+    for cut in cuts:
+        if not swallowed.issuperset(cut.nodes):
+            raise cut.refusal
+    _check_rewritten(body.graph, swallowed)
+    for node in body.graph.nodes:
+        may_raise = GUARDED in node.meta and not is_total(node)
+        is_left = may_raise or (not has_loop and has_unbacked_shape(node))
+        if node not in swallowed and is_left and not is_only_asserted(node):
+            refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+            whole_layers.extend(
+                refusal for refusal in refusals if refusal.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS)
+            )
+            reason = f"; refused: {'; '.join(refusal.details for refusal in refusals)}" if refusals else ""
+            raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
+
+
+def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node]) -> None:
+    """Refuse rewritten loops of a module in which nothing is chunked: nobody compares them with the code as written."""
+    chunked = {node.meta[GUARDED][1] for node in swallowed if GUARDED in node.meta}
+    for node in graph.nodes:
+        where, module = node.meta.get(GUARDED, ("", ""))
+        if where and module not in chunked:
+            raise GuardRefused("its experts are in no chunked layer", where, module)
+
+
+def with_reasons_of_attempts(
+    outcomes: Sequence[LoweredRegion | Refusal], whole_layers: Sequence[Refusal]
+) -> list[LoweredRegion | Refusal]:
+    """Outcomes in which a graph break before the experts is what an attempt without that break refused them for."""
+    return [_explain(outcome, whole_layers) if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
+
+
+def _explain(refusal: Refusal, whole_layers: Sequence[Refusal]) -> Refusal:
+    layer = refusal.where.module.rpartition(".")[0]  # a router and its experts stand in one module
+    of_layer = [candidate for candidate in whole_layers if not layer or candidate.where.module.startswith(f"{layer}.")]
+    return of_layer[0] if of_layer and refusal.reason is Reason.GRAPH_BREAK else refusal

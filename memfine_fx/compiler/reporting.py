@@ -22,8 +22,7 @@ from memfine_fx.plan.budget import budget_bytes, describe_budget, device_of
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
-from memfine_fx.report.reports import Report
-from memfine_fx.report.summary import first_step_line, unchunked_layers
+from memfine_fx.report.reports import Report, first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
 __all__ = ["head_report", "largest_chunk", "log_first_step", "outcome_report", "report_of", "verify_report_of"]

@@ -4,8 +4,8 @@ placement   which rank owns which experts
 schedule    count matrix -> rounds, a pure function
 exchange    counts, rows and results over torch.distributed, with errors that name layer and round
 all_to_all  the rows of one round in flight, packed as columns of buffers
-saved       rounds that forward saves for backward
-round_loop  forward and backward of one layer, round by round, on the compiled experts of the single process
+round_loop  forward and backward of one layer, round by round, on the compiled experts of the single process, and the
+            rounds that forward saves for backward
 sharded     what the op pair calls for a region with sharded experts; also the paper's token slices, for comparison
 bandwidth   bytes a second between the ranks, measured once
 groups      the process group and its replicas

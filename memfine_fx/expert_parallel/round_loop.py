@@ -11,8 +11,10 @@ Each round
    all-to-all while the next travels.
 
 With overlap the rows of round i+1 travel while round i computes, so that 2R rows are alive.
-Rows of saved rounds are received into the saved tensors (`saved`); in backward only gradients of their results travel.
-Rows of other rounds travel again.
+Rows of saved rounds are received into the saved tensors (`SavedRounds`); in backward only gradients of their results
+travel. Rows of other rounds travel again. The first rounds are saved, as many as every rank has room for: a rank has
+room for as many rows as it has routed rows of its own, which is what comes to it under even routing. So the bytes do
+not follow the skew. Every rank knows every rank's room from the gathered table.
 """
 
 from __future__ import annotations
@@ -27,16 +29,15 @@ import torch
 from memfine_fx.expert_parallel.all_to_all import AllToAllBuffers, IncomingRound, Packing, RowIndices, returned
 from memfine_fx.expert_parallel.clones import Clones, ReplicaSlots
 from memfine_fx.expert_parallel.exchange import Exchange, Place
-from memfine_fx.expert_parallel.saved import SavedRounds
 from memfine_fx.expert_parallel.schedule import AllToAll, Schedule
 from memfine_fx.memory.region_bytes import ALL_TO_ALLS_IN_FLIGHT
-from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.bodies import Bodies, SavingBodies
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.loop import Places, SavedRows, accumulator_dtype, open_gradients, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 
-__all__ = ["RoundLoop", "RoundLoopStats"]
+__all__ = ["RoundLoop", "RoundLoopStats", "SavedRounds"]
 
 _BuffersOf = Callable[[int, int], list[AllToAllBuffers]]
 """The buffers of a round, by its number and how many rows this rank receives in it."""
@@ -328,3 +329,54 @@ def _apart(chunk: Chunk, is_split: Sequence[bool]) -> list[Chunk]:
         for expert, (begin, end) in zip(experts, bounds, strict=True)
         if end > begin
     ]
+
+
+@dataclass(frozen=True)
+class SavedRounds:
+    """The saved tensors of the first rounds of one layer in one step.
+
+    Args:
+        num_rounds: how many rounds are saved.
+        packing: column layout of the received rows and weights.
+        arrived: [N,...] receive buffers of rows and weights, in the order in which they were received.
+        bodies: compiled expert functions that save tensors of their own, see `runtime.bodies`; None if they do not.
+        values: [N,...] the tensors that these save, in expert order within a round.
+    """
+
+    num_rounds: int
+    packing: Packing
+    arrived: Sequence[torch.Tensor]
+    bodies: SavingBodies | None
+    values: Sequence[torch.Tensor]
+
+    @staticmethod
+    def of(saved: SavedRows | None, num_rounds: int, packing: Packing, like: torch.Tensor) -> SavedRounds:
+        """Return the saved rounds in the op's tensors: buffers of `packing`, then tensors of the expert functions.
+
+        A rank that saves nothing takes part where it receives no row in the rounds that others save.
+        """
+        if saved is None:
+            return SavedRounds(num_rounds, packing, packing.buffers(0, like), None, ())
+        num_values = len(saved.bodies.saved)
+        num_buffers = len(saved.tensors) - num_values
+        return SavedRounds(num_rounds, packing, saved.tensors[:num_buffers], saved.bodies, saved.tensors[num_buffers:])
+
+    def holds(self, number: int) -> bool:
+        return number < self.num_rounds
+
+    def inboxes(self, begin: int, num_rows: int) -> list[torch.Tensor]:
+        """Return the buffers that receive a round's rows and hold them until backward."""
+        assert begin + num_rows <= self.arrived[0].shape[0], "a round is saved for which this rank has no room"
+        return [buffer[begin : begin + num_rows] for buffer in self.arrived]
+
+    def rows(self, begin: int, num_rows: int) -> list[torch.Tensor]:
+        """Return the columns of a round's received rows."""
+        return self.packing.views(self.inboxes(begin, num_rows))
+
+    def values_of(self, begin: int, num_rows: int) -> SavedRows | None:
+        """Return the tensors that the expert functions save of a round; None if they save none."""
+        return (
+            None
+            if self.bodies is None
+            else SavedRows(self.bodies, [value[begin : begin + num_rows] for value in self.values])
+        )

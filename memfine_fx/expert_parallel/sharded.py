@@ -28,8 +28,7 @@ from memfine_fx.expert_parallel.exchange import (
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.replication_costs import ReplicationCosts, choose_replication
-from memfine_fx.expert_parallel.round_loop import RoundLoop, RoundLoopStats
-from memfine_fx.expert_parallel.saved import SavedRounds
+from memfine_fx.expert_parallel.round_loop import RoundLoop, RoundLoopStats, SavedRounds
 from memfine_fx.expert_parallel.schedule import Rounds, Schedule, TokenSlices
 from memfine_fx.expert_parallel.spread import Spread, spread_rows
 from memfine_fx.memory.closed_form import chunk_count

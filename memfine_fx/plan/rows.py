@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
-"""Rows a chunk at which time stops falling, where that is not measured for the layer (`plan.knee`).
+"""Rows a chunk at which time stops falling, where that is not measured for the layer (`plan.rates`).
 
 docs/design/plan.md, "The throughput knee", has the measurement (CPU) and the reasoning where it is not measured yet
 (CUDA)."""

@@ -22,9 +22,8 @@ from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.runtime.accumulation import gradients_to_add_to
 from memfine_fx.runtime.bodies import SavingBodies
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
-from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.ranges import range_of, ranged
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routed import Routed, group_params
 from memfine_fx.runtime.routing import sort_assignments
 from memfine_fx.runtime.store import ExpertKernels, LiveRegion, lookup
 
@@ -111,7 +110,7 @@ def experts(
         hidden: [T,H].
         weight: [T,K] or None.
         order, offsets: from `memfine::route`, or on the device from `memfine::route_on_device`.
-        params: the parameters of the expert function, see `runtime.params`.
+        params: the parameters of the expert function, see `runtime.routed.group_params`.
         region_id: key of the live region.
 
     Returns:

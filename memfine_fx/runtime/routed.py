@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
+from memfine_fx.records import ParamKind
 from memfine_fx.runtime.bodies import Bodies
 from memfine_fx.runtime.routing import sent
 from memfine_fx.runtime.schedule import Chunk
 
-__all__ = ["Routed"]
+__all__ = ["Routed", "group_params"]
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,20 @@ def _group_arguments(chunk: Chunk, device: torch.device) -> list[torch.Tensor]:
     ends = sent(torch.tensor(chunk.ends, dtype=torch.int32), device)
     rows = torch.arange(chunk.num_rows, device=device, dtype=torch.int32)
     return [torch.searchsorted(ends, rows, right=True), ends]
+
+
+ItemT = TypeVar("ItemT")
+
+
+def group_params(flat: Sequence[ItemT], kinds: Sequence[ParamKind], num_experts: int) -> list[tuple[ItemT, ...]]:
+    """One group per parameter: E items for the "each" kind, one for the others.
+
+    Args:
+        flat: what belongs to the parameters (tensors, nodes, flags), in order.
+        kinds: kind of each parameter.
+        num_experts: E.
+    """
+    items = iter(flat)
+    groups = [tuple(next(items) for _ in range(num_experts if kind == "each" else 1)) for kind in kinds]
+    assert next(items, None) is None, "more items than parameters"
+    return groups

@@ -11,10 +11,9 @@ import torch
 
 from memfine_fx.records import ChunkPlan, OutOfRange
 from memfine_fx.runtime.bodies import Bodies, SavedTensor
-from memfine_fx.runtime.live import Live
+from memfine_fx.runtime.live import Live, Registry
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
-from memfine_fx.runtime.registry import Registry
 
 if TYPE_CHECKING:
     from memfine_fx.runtime.loop import SavedRows

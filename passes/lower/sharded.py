@@ -30,9 +30,9 @@ from memfine_fx.passes.dataflow import node_value, provenance, static_size, tens
 from memfine_fx.passes.lower.region import recording
 from memfine_fx.passes.ops import target_name
 from memfine_fx.records import MoERegion, ParamKind, Refusal
-from memfine_fx.runtime.params import group_params
+from memfine_fx.runtime.routed import group_params
 
-__all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "sharded_experts", "tell_why_gathered"]
+__all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "say_why_gathered", "sharded_experts"]
 
 OWN_EXCHANGE = (
     "the model exchanges rows between ranks itself (all_to_all), in sizes that follow the routing; give it with all "
@@ -94,7 +94,7 @@ def sharded_experts(
     )
 
 
-def tell_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:
+def say_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:
     """Let reads of whole tables that stay in a graph say why, for ranks whose layer was raised (`gathering`).
 
     Args:

@@ -28,7 +28,7 @@ from memfine_fx.passes.step.costly_results import must_save
 from memfine_fx.plan.problem import SavableRows
 from memfine_fx.records import SavePolicy, SavingOp
 from memfine_fx.runtime.bodies import SavingBodies
-from memfine_fx.runtime.params import group_params
+from memfine_fx.runtime.routed import group_params
 from memfine_fx.runtime.store import LiveRegion, lookup
 
 __all__ = ["save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]

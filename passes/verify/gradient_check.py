@@ -7,13 +7,19 @@ of layer, when that is first compiled.
 Steps:
 1. outline the region, and lower a copy of the outline (`region.Forms`);
 2. make inputs: a few tokens where sizes are symbols, K different experts a token, random floats in fp64. Widths are
-   divided by a common factor in both forms (`shrinkage`) where real ones would take more than `_SMALL_BYTES`;
+   divided by a common factor in both forms where real ones would take more than `_SMALL_BYTES`;
 3. run both in fp64 (`reference`), the rewritten form with the very graphs that its chunks compile;
 4. outputs agree and gradients do not: refuse. Outputs differ, or a form does not run: narrow widths may be the reason,
    so the next larger sizes are tried, up to `_MOST_BYTES`. Then outputs that differed are a refusal too, and of forms
    that never ran it is said that nothing was compared.
 
 Nothing is left changed: no global random state is drawn from, no tensor of the model is read.
+
+Dynamo writes a model's widths (H, F, 2F) into views, splits and slices as numbers, so a captured region runs at these
+widths only. Where one factor divides all of them, every such number can be divided by it: sums and halves of widths
+stay sums and halves. Whether the narrow graph means the same is not proved here; who runs it asks that it gives what
+another narrow form of the same computation gives. Refused: widths without a common factor, and widths that may be
+confused with counts (experts, choices, tokens).
 """
 
 from __future__ import annotations
@@ -36,12 +42,11 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
-from memfine_fx.passes.verify.shrinkage import narrow_graph, narrow_widths
 from memfine_fx.records import ChunkPlan, Modes, MoERegion, SavePolicy
 from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, SavingBodies
 from memfine_fx.runtime.store import LiveRegion
 
-__all__ = ["check_gradients", "in_words"]
+__all__ = ["check_gradients", "in_words", "narrow_graph", "narrow_widths"]
 
 _SMALL_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
@@ -365,3 +370,38 @@ class _ExactCall:
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         return self._run(*args)
+
+
+_LEAST_WIDTH = 32
+"""Numbers below it are ranks of adapters, heads, dimensions: they stay."""
+
+
+def narrow_widths(widths: Iterable[int], counts: Iterable[int]) -> dict[int, int]:
+    """Return what each width becomes, divided by a common factor; empty where they cannot be divided.
+
+    Args:
+        widths: every size of a tensor's inner dimensions.
+        counts: numbers that stay: E, K, and T where it is a number.
+    """
+    wide = {width for width in widths if width >= _LEAST_WIDTH}
+    factor = math.gcd(*wide)
+    if factor < 2 or min(wide) <= max(counts, default=0):
+        return {}
+    while factor % 2 == 0 and min(wide) // factor < 2:  # a width of one would hide what a layout does
+        factor //= 2
+    return {width: width // factor for width in wide} if factor > 1 else {}
+
+
+def narrow_graph(graph_module: fx.GraphModule, widths: Mapping[int, int]) -> fx.GraphModule:
+    """A copy with every number that is a width replaced by its narrow one."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, copies))
+
+    def narrowed(value: Any) -> Any:
+        return widths.get(value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, narrowed)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, narrowed)
+    return fx.GraphModule(graph_module, graph)

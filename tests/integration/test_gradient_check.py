@@ -19,8 +19,8 @@ from memfine_fx.passes.read import reader, removable
 from memfine_fx.passes.read.rules import RULES
 from memfine_fx.passes.verify import gradient_check
 from memfine_fx.passes.verify import region as region_forms
+from memfine_fx.passes.verify.gradient_check import narrow_widths
 from memfine_fx.passes.verify.reference import ExactRun
-from memfine_fx.passes.verify.shrinkage import narrow_widths
 from memfine_fx.records import MoERegion
 from tests.integration.comparison import assert_same_step, optimized_copy
 from tests.integration.test_semantics_kept import (
