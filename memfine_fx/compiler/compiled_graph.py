@@ -30,8 +30,8 @@ from torch import fx
 from memfine_fx.compat.inductor import CustomPartitionerFn, captured_copy, captured_inputs, compiling_again
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.inner import BackwardContext, CompileOne, compile_and_read, compile_with_regions
+from memfine_fx.compiler.logs import observed_passes
 from memfine_fx.compiler.session import Session
-from memfine_fx.compiler.telling import observed_passes
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.machine import measurement_key
 from memfine_fx.memory.step import GraphStep, RunMemory

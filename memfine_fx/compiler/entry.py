@@ -61,8 +61,8 @@ def compile_in_session(
         session.diagnostics.has_warned = True  # of what is lost; that there are no regions follows
         plain: Callable[..., Any] = plain_compiler(session.config.inner_backend)(graph_module, list(example_inputs))
         return plain
+    from memfine_fx.compiler.logs import warn_without_regions
     from memfine_fx.compiler.pipeline import compile_graph
-    from memfine_fx.compiler.telling import warn_without_regions
 
     try:
         compiled = compile_graph(graph_module, example_inputs, session)

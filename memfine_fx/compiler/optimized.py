@@ -175,7 +175,7 @@ class OptimizedCall:
         session = self.session
         assert session is not None
         if not session.diagnostics.has_warned and not session.has_chunked:
-            from memfine_fx.compiler.telling import warn_without_regions
+            from memfine_fx.compiler.logs import warn_without_regions
 
             warn_without_regions(session)
         return result

@@ -17,14 +17,14 @@ from memfine_fx.passes.verify.region import verify_region
 from memfine_fx.records import Cut, Modes, Refusal
 from memfine_fx.records.verification import RegionVerification
 
-__all__ = ["verify_found"]
+__all__ = ["verify_graph"]
 
 LoweredT = TypeVar("LoweredT", LoweredRegion, LoweredHead)
 
 _RUN_ERRORS = (CannotChunk, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
-def verify_found(
+def verify_graph(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
     bodies: Sequence[tuple[fx.GraphModule, Modes]],

@@ -21,9 +21,9 @@ from memfine_fx.expert_parallel.exchange import (
     Exchange,
     Place,
     Table,
+    announcing_failure,
     gather_rows,
     gather_table,
-    telling_failure,
 )
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.placement import Placement
@@ -151,7 +151,7 @@ class ShardedExperts:
         self, region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
         place = Place(self.layer, "counting")
-        with telling_failure(self._exchange, place):
+        with announcing_failure(self._exchange, place):
             region.check_ids(order, offsets)
             plan = region.plan_for(num_tokens)
         room = 0 if plan.policy == "nothing" else num_tokens * region.top_k

@@ -25,7 +25,7 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
 from memfine_fx.passes.pass_list import PassObserver, observed_by
 
-__all__ = ["dump_graph", "observed_passes", "silenced", "tell_found", "warn_without_regions"]
+__all__ = ["dump_graph", "log_regions", "observed_passes", "silenced", "warn_without_regions"]
 
 _numbers = itertools.count(1)  # of dumps, in the order in which they were written
 passes_log = logging.getLogger("memfine_fx.passes")
@@ -97,7 +97,7 @@ def observed_passes(session: Session) -> Iterator[None]:
         yield
 
 
-def tell_found(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
+def log_regions(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
     """Write the regions and refusals of a graph to the log and to TORCH_TRACE."""
     number = len(session.graphs)
     lines = [f"graph {number}: {outcome_report(outcome)}" for outcome in record.outcomes]
