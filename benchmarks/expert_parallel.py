@@ -43,7 +43,7 @@ import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
 from benchmarks.machine import describe_machine
 from benchmarks.records import Machine
-from memfine_fx.expert_parallel import arrival
+from memfine_fx.expert_parallel import all_to_all
 from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
@@ -358,17 +358,17 @@ def letting_go() -> Iterator[None]:
 
     A buffer whose last owner is such a thread is freed where no profiler sees it, and would count as alive.
     """
-    wait = arrival.wait_for
+    wait = all_to_all.wait_for
 
     def wait_longer(work: dist.Work | None) -> None:
         wait(work)
         time.sleep(0.01)  # other processes may be at work
 
-    arrival.wait_for = wait_longer
+    all_to_all.wait_for = wait_longer
     try:
         yield
     finally:
-        arrival.wait_for = wait
+        all_to_all.wait_for = wait
 
 
 def _group_norm(tensors: Sequence[torch.Tensor]) -> float:
