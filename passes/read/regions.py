@@ -155,7 +155,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
             reading = _reading(body, frame, later, frames)
             # Group-limited routers choose groups first, and then experts among them.
             if reading is None and later:  # the next decision may be the same router's, of the same experts
-                reading = _reading(body, frame, _after_first(body, later), frames)
+                reading = _reading(body, frame, later - {min(later, key=body.flow.position.__getitem__)}, frames)
         except _Refused as stopped:
             refused = refused or stopped
             continue
@@ -172,10 +172,6 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
     return unmatched_router(body.flow, seed)
-
-
-def _after_first(body: _Body, later: set[fx.Node]) -> set[fx.Node]:
-    return later - {min(later, key=body.flow.position.__getitem__)}
 
 
 def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> MoERegion | None:

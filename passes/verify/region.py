@@ -338,11 +338,11 @@ class _CorruptedCall:
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         results = self._call(*args)
         self._num_calls += 1
-        return [result * _wrong_factor(result.dtype) for result in results] if self._num_calls == 1 else results
-
-
-def _wrong_factor(dtype: torch.dtype) -> float:
-    return 1.01 if dtype.itemsize >= 4 else 1.25
+        return (
+            [result * (1.01 if result.dtype.itemsize >= 4 else 1.25) for result in results]
+            if self._num_calls == 1
+            else results
+        )
 
 
 def _small_chunks(plan: ChunkPlan, num_tokens: int, top_k: int) -> ChunkPlan:
