@@ -18,12 +18,9 @@ from memfine_fx.records import ParamKind, SavePolicy
 __all__ = [
     "BackwardBody",
     "Bodies",
-    "ForwardBody",
-    "GivenProduct",
+    "Compiled",
     "Operand",
-    "ParamGrad",
-    "PlainGrad",
-    "ProductGrad",
+    "Product",
     "SavedTensor",
     "SavingBodies",
 ]
@@ -57,22 +54,15 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class ProductGrad:
-    """Gradient left @ right; the loop multiplies straight into the gradient's slice."""
-
-    left: Operand
-    right: Operand
-
-
-@dataclass(frozen=True)
-class GivenProduct:
-    """left @ right of a body's arguments, and what is added to it; the loop multiplies straight into what is saved."""
+class Product:
+    """left @ right, and what is added to it; the loop multiplies straight into where the result stays."""
 
     left: Operand
     right: Operand
     added: Operand | None = None
 
     def into(self, place: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
+        """Multiply operands that are all arguments of the body."""
         left, right = self.left.value(arguments, ()), self.right.value(arguments, ())
         if self.added is None:
             torch.mm(left, right, out=place)
@@ -81,18 +71,19 @@ class GivenProduct:
 
 
 @dataclass(frozen=True)
-class PlainGrad:
-    """Gradient that the body returns as a tensor."""
+class BackwardBody:
+    """(grad [R,H_out], rows, weight if any, *params) -> gradients; see `param_grads` for the parameters.
 
-    index: int
+    Args:
+        rows_grad, weight_grad: where those gradients stand among the results, or None if not wanted.
+        param_grads: one per parameter: a product, or where the gradient stands among the results; None where not
+            wanted.
+    """
 
-
-ParamGrad = ProductGrad | PlainGrad
-
-
-@dataclass(frozen=True)
-class _Body:
     call: Compiled
+    rows_grad: int | None
+    weight_grad: int | None
+    param_grads: tuple[Product | int | None, ...]
 
     @property
     def peak_bytes(self) -> sympy.Expr:
@@ -101,25 +92,6 @@ class _Body:
     @property
     def results_bytes(self) -> sympy.Expr:
         return self.call.results_bytes
-
-
-@dataclass(frozen=True)
-class ForwardBody(_Body):
-    """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
-
-
-@dataclass(frozen=True)
-class BackwardBody(_Body):
-    """(grad [R,H_out], rows, weight if any, *params) -> gradients; see `param_grads` for the parameters.
-
-    Args:
-        rows_grad, weight_grad: where those gradients stand among the results, or None if not wanted.
-        param_grads: one per parameter, None where not wanted.
-    """
-
-    rows_grad: int | None
-    weight_grad: int | None
-    param_grads: tuple[ParamGrad | None, ...]
 
 
 @dataclass(frozen=True)
@@ -148,11 +120,11 @@ class SavingBodies:
         given: for each of `saved` the product that it is, where the loop can compute it in place; else None.
     """
 
-    forward: ForwardBody
+    forward: Compiled
     backward: BackwardBody
     saved: tuple[SavedTensor, ...]
     flops_per_row: int
-    given: tuple[GivenProduct | None, ...] = ()
+    given: tuple[Product | None, ...] = ()
 
     @property
     def row_bytes(self) -> int:
@@ -176,7 +148,9 @@ class Bodies(Protocol):
     num_factored: int
     """How many of its matmuls meet a low-rank term of their matrix factor by factor."""
 
-    def forward(self) -> ForwardBody: ...
+    def forward(self) -> Compiled:
+        """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
+        ...
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
         """`wanted`: rows, weight (False if there is none), then each parameter."""

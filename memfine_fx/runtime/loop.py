@@ -16,7 +16,7 @@ import torch
 from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.memory.sizes import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
-from memfine_fx.runtime.bodies import BackwardBody, Bodies, PlainGrad, ProductGrad, SavingBodies
+from memfine_fx.runtime.bodies import BackwardBody, Bodies, Product, SavingBodies
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.halving import Progress, run_chunks
 from memfine_fx.runtime.mact import ChunkTuner
@@ -156,10 +156,10 @@ def run_forward(
         assignments, tokens = routed.places(chunk)
         arguments = routed.arguments(bodies, chunk, assignments, tokens)
         if saved is None or not saved.holds(chunk):
-            (contribution,) = plain.call(*arguments)
+            (contribution,) = plain(*arguments)
             progress.complete([partial(write, out, tokens, contribution)])
             return
-        contribution, *values = saved.bodies.forward.call(*arguments, *saved.give(arguments, chunk))
+        contribution, *values = saved.bodies.forward(*arguments, *saved.give(arguments, chunk))
         writes = [partial(_set_rows, *both, chunk) for both in zip(copied, values, strict=True)]
         progress.complete([partial(write, out, tokens, contribution), *writes])
 
@@ -296,13 +296,13 @@ def _param_effects(
     for param, how in zip(params, body.param_grads, strict=True):
         if param is None:
             continue
-        if isinstance(how, ProductGrad):
+        if isinstance(how, Product):
             left, right = how.left.value(arguments, results), how.right.value(arguments, results)
             yield partial(param.add_product, expert, left, right, is_part=chunk.is_part)
-        elif isinstance(how, PlainGrad) and groups:
-            yield partial(_add_group, param, chunk, results[how.index])
-        elif isinstance(how, PlainGrad):
-            yield partial(param.add_tensor, expert, results[how.index], is_part=chunk.is_part)
+        elif how is not None and groups:
+            yield partial(_add_group, param, chunk, results[how])
+        elif how is not None:
+            yield partial(param.add_tensor, expert, results[how], is_part=chunk.is_part)
         yield partial(param.finish, expert) if chunk.completes else _nothing
 
 

@@ -40,11 +40,9 @@ from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
 from memfine_fx.records import ExpertFunction, ParamKind, SavePolicy
 from memfine_fx.runtime.bodies import (
     BackwardBody,
-    ForwardBody,
+    Compiled,
     Operand,
-    ParamGrad,
-    PlainGrad,
-    ProductGrad,
+    Product,
     SavingBodies,
 )
 
@@ -119,7 +117,7 @@ class ExpertBodies:
         self._num_read = 0
         self._made: list[CompiledBody] = []
         self._joints: dict[tuple[bool, ...], TracedBody] = {}  # forward and vjp in one graph, cut for each choice
-        self._forward: ForwardBody | None = None
+        self._forward: Compiled | None = None
         self._backward: dict[tuple[bool, ...], BackwardBody] = {}
         self._saving: dict[tuple[SavePolicy, tuple[bool, ...]], SavingBodies | None] = {}
 
@@ -135,10 +133,10 @@ class ExpertBodies:
         has_more = form.has_bias or form.sources or form.adapters
         return None if has_more else replace(form, is_list=True)
 
-    def forward(self) -> ForwardBody:
+    def forward(self) -> Compiled:
         with making:
             if self._forward is None:
-                self._forward = ForwardBody(self._compiled(self._function))
+                self._forward = self._compiled(self._function)
             return self._forward
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
@@ -193,12 +191,8 @@ class ExpertBodies:
         if wanted not in self._joints:
             function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
             self._joints[wanted] = trace_rows(function, self._backward_specs())
-        cut = cut_joint(self._joints[wanted], policy)
-        if cut is None:
-            return None
-        forward = ForwardBody(self._compiled(cut.forward))
-        backward = self._backward_body(cut.backward, differentiated)
-        return SavingBodies(forward, backward, cut.saved, cut.flops_per_row, cut.given)
+        backward_body = functools.partial(self._backward_body, differentiated=differentiated)
+        return cut_joint(self._joints[wanted], policy, self._compiled, backward_body)
 
     def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
         """Which arguments of the function want their gradient."""
@@ -264,7 +258,7 @@ def _place(results: list[fx.Node], node: fx.Node | None) -> int | None:
     return results.index(node)
 
 
-def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad | None:
+def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> Product | int | None:
     """Peel the last matmul off a parameter's gradient."""
     if gradient is None:
         return None
@@ -273,12 +267,12 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
     if product.target is not aten.mm.default:
         index = _place(results, _unrounded(gradient))
         assert index is not None
-        return PlainGrad(index)
+        return index
     left, right = (_operand(results, argument) for argument in product.args[:2])
     # (A B)^T is B^T A^T.
     if is_transposed:
         left, right = _flip(right), _flip(left)
-    return ProductGrad(left, right)
+    return Product(left, right)
 
 
 def _unrounded(gradient: fx.Node) -> fx.Node:

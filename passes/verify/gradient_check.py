@@ -43,7 +43,7 @@ from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
 from memfine_fx.records import ChunkPlan, Modes, MoERegion, SavePolicy
-from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, SavingBodies
+from memfine_fx.runtime.bodies import BackwardBody, Bodies, Compiled, SavingBodies
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["check_gradients", "in_words", "narrow_graph", "narrow_widths"]
@@ -351,9 +351,8 @@ class _ExactBodies:
         self.takes_group, self.num_factored = bodies.takes_group, bodies.num_factored
         self.out_width = widths.get(bodies.out_width, bodies.out_width)
 
-    def forward(self) -> ForwardBody:
-        body = self._bodies.forward()
-        return replace(body, call=_ExactCall(body.call, self._widths))
+    def forward(self) -> Compiled:
+        return _ExactCall(self._bodies.forward(), self._widths)
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
         body = self._bodies.backward(wanted)

@@ -319,8 +319,7 @@ class _CorruptedBodies:
         return getattr(self._bodies, name)
 
     def forward(self) -> Any:
-        body = self._bodies.forward()
-        return replace(body, call=_CorruptedCall(body.call))
+        return _CorruptedCall(self._bodies.forward())
 
     def backward(self, wanted: tuple[bool, ...]) -> Any:
         body = self._bodies.backward(wanted)

@@ -217,7 +217,7 @@ def test_a_low_rank_product_never_makes_its_sum(monkeypatch: pytest.MonkeyPatch)
     optimized(torch.randn(T, H)).sum().backward()
     (body,) = {id(one): one for one in built}.values()
     wanted = (True, True, *(param != 0 for param in range(len(body.param_kinds))))
-    graphs = [body.forward().call.graph_module, body.backward(wanted).call.graph_module]
+    graphs = [body.forward().graph_module, body.backward(wanted).call.graph_module]
     made = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     whole = [node for node in made if tuple(getattr(node.meta.get("val"), "shape", ())) in ((WIDTH, H), (H, WIDTH))]
     assert {node.target for node in whole} <= {aten.t.default, aten.permute.default, aten.transpose.int}, whole

@@ -78,7 +78,7 @@ def test_products_of_arguments_are_made_where_they_stay() -> None:
     assert product is not None
     product.into(place, [rows, torch.rand(5), gate_up, torch.randn(WIDTH, HIDDEN)])
     assert torch.equal(place, rows @ gate_up)
-    forward = saving.forward.call.graph_module.graph  # type: ignore[attr-defined]  # uncompiled
+    forward = saving.forward.graph_module.graph  # type: ignore[attr-defined]  # uncompiled
     (results,) = forward.find_nodes(op="output")[0].args
     assert len(results) == 1
 
