@@ -222,7 +222,7 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
         model: any `nn.Module`, optimized or not.
         *args: one call's inputs.
         **kwargs: its inputs by name.
-        config: options to verify under; bodies are compiled by its `inner_backend`.
+        config: options to verify under; compiled functions are compiled by its `inner_backend`.
 
     Returns:
         The report; `has_passed`, `worst_error`, `str(report)`, `to_json()`.

@@ -63,7 +63,7 @@ class Config:
         memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device. None keeps of
             routed rows for backward what leaves that peak where it is; on a CUDA device it is what that has left for
             the step, which nothing is refused for. "least" keeps nothing.
-        inner_backend: what compiles the rewritten graph and the expert bodies.
+        inner_backend: what compiles the rewritten graph and the compiled experts.
         captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
             transformers models from an eager expert loop to a spelling that reaches a graph.
         chunks_head: chunk a language model's head (projection and cross-entropy) over tokens: None where its vocabulary

@@ -36,7 +36,7 @@ from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.machine import measurement_key
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
-from memfine_fx.passes.lower.bodies import ExpertBodies
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction
 from memfine_fx.passes.step.partition import StepPartitioner
 from memfine_fx.plan.budget import (
     GraphBudget,
@@ -260,7 +260,7 @@ class CompiledGraph:
                 raise refusal
 
         log.info("a graph is partitioned again: no partition of it fits in %s bytes", f"{available:,}")
-        self._record.step = step  # bodies and records that compiling asks for are this partition's
+        self._record.step = step  # compiled functions and records that compiling asks for are this partition's
         try:
             shape_env = fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
@@ -359,9 +359,9 @@ class CompiledGraph:
             live = lowered.live
             if isinstance(live, LiveHead):
                 described.append((live.region_id, live.loss, live.out_dtype))
-            elif isinstance(live.bodies, ExpertBodies) and live.exchange is None:
+            elif isinstance(live.compiled_expert, CompiledExpertFunction) and live.exchange is None:
                 described.append(
-                    (live.region_id, live.bodies.key, live.top_k, live.out_dtype, live.kernels is not None)
+                    (live.region_id, live.compiled_expert.key, live.top_k, live.out_dtype, live.kernels is not None)
                 )
             else:
                 return ""

@@ -105,7 +105,7 @@ def compile_with_regions(
         changed: called when more is known of the graph's memory than before.
         in_backward: returns a context manager for each run of the backward, given whether the graph is retained.
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
-        mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
+        mode: Inductor's mode for the graph around the regions; compiled functions are compiled in its default mode.
         identity: what the partition follows from beside the graph and the config, as text; "" where that is not known,
             and the graph is never taken from AOT autograd's cache.
         watched: given the step's partitioner, returns what partitions the joint graph in its place.

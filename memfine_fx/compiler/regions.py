@@ -27,7 +27,7 @@ from memfine_fx.kernels.experts import KernelExperts
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
 from memfine_fx.passes.dataflow import Dataflow, has_unbacked_shape, is_only_asserted, provenance, tensor_of
-from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction, compiled_expert_for
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.passes.lower.region import lower_region
 from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, say_why_gathered, sharded_experts
@@ -46,7 +46,7 @@ from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 
-__all__ = ["check_leftover_shapes", "lower_regions", "plan_regions", "read_bodies", "with_reasons_of_attempts"]
+__all__ = ["check_leftover_shapes", "lower_regions", "plan_regions", "read_compiled_code", "with_reasons_of_attempts"]
 
 log = logging.getLogger(__name__)
 
@@ -119,11 +119,13 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
         say_why_gathered(body.graph, refusals)
 
 
-def read_bodies(session: Session) -> None:
-    """Take the peaks of all bodies of a session from the code that would be compiled, where nothing is to be built."""
+def read_compiled_code(session: Session) -> None:
+    """Take the peaks of all compiled functions of a session from the code that would be compiled, where nothing is to
+    be built.
+    """
     for lowered in session.lowered:
-        if isinstance(lowered.live.bodies, ExpertBodies):
-            lowered.live.bodies.read_code()
+        if isinstance(lowered.live.compiled_expert, CompiledExpertFunction):
+            lowered.live.compiled_expert.read_code()
 
 
 def _checked_and_planned(
@@ -134,12 +136,14 @@ def _checked_and_planned(
         return region
     try:
         with session.diagnostics.timed("plan"):
-            bodies = _bodies(region, session.config)
-            bodies.backward(wanted_gradients(region, bodies))  # traces it, which the check would else be timed for
+            compiled_expert = _compiled_expert(region, session.config)
+            compiled_expert.backward(
+                wanted_gradients(region, compiled_expert)
+            )  # traces it, which the check would else be timed for
         with session.diagnostics.timed("check"):
-            uncompared = _check(region, bodies, modes[region.cut.exit], session.config)
+            uncompared = _check(region, compiled_expert, modes[region.cut.exit], session.config)
         with session.diagnostics.timed("plan"):
-            region, live = _plan(region, bodies, session, record)
+            region, live = _plan(region, compiled_expert, session, record)
         picture = session.observer.picture_of(region)
         return LoweredRegion(region, live, num_tokens_hint(region), graph=picture, uncompared=uncompared)
     except CannotChunk as refusal:
@@ -151,10 +155,10 @@ def _checked_and_planned(
         )
 
 
-def _check(region: MoERegion, bodies: ExpertBodies, modes: Modes, config: Config) -> str:
-    """See `passes.verify.gradient_check`; an expert's own body stands for one over several experts."""
-    single_bodies = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
-    return check_gradients(region, single_bodies, modes)
+def _check(region: MoERegion, compiled_expert: CompiledExpertFunction, modes: Modes, config: Config) -> str:
+    """See `passes.verify.gradient_check`; one expert's compiled function stands for one over several experts."""
+    single_expert = _build_expert(region, config, takes_group=False) if compiled_expert.takes_group else compiled_expert
+    return check_gradients(region, single_expert, modes)
 
 
 def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
@@ -174,29 +178,31 @@ def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | R
 
 
 def _plan(
-    region: MoERegion, bodies: ExpertBodies, session: Session, record: CapturedGraph
+    region: MoERegion, compiled_expert: CompiledExpertFunction, session: Session, record: CapturedGraph
 ) -> tuple[MoERegion, LiveRegion]:
     """The region as it lowers, and how its plan will be chosen once T is known."""
     config = session.config
     output = tensor_of(region.cut.exit)
     chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
-    region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
-    form, why_bodies = bodies.kernel_form, "experts on several ranks"
+    region, exchange = sharded_experts(
+        region, compiled_expert.key, config.axis, chunk_rows, compiled_expert.flops_per_row
+    )
+    form, why_compiled = compiled_expert.kernel_form, "experts on several ranks"
     if exchange is None:
         tensors = [tensor_of(node) for node in (region.hidden, *region.params)]
-        why_bodies = why_compiled_functions_run(form, tensors, region.dims.top_k, config.axis)
-    kernels = None if form is None or why_bodies else KernelExperts(form)
+        why_compiled = why_compiled_functions_run(form, tensors, region.dims.top_k, config.axis)
+    kernels = None if form is None or why_compiled else KernelExperts(form)
     form = None if kernels is None else kernels.form
-    # Bodies know more once they are compiled.
-    terms_of = functools.partial(region_bytes, region, bodies, output, exchange, form)
+    # Compiled functions know more once they are compiled.
+    terms_of = functools.partial(region_bytes, region, compiled_expert, output, exchange, form)
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
     if config.rows_per_chunk is None and session.observer.runs_here:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
         terms_of = functools.partial(_with_knee, terms_of, knee)
-    region_id = next_region_id(bodies.key)
+    region_id = next_region_id(compiled_expert.key)
     live = LiveRegion(
         region_id=region_id,
-        bodies=bodies,
+        compiled_expert=compiled_expert,
         num_experts=region.dims.num_experts,
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
@@ -206,39 +212,41 @@ def _plan(
         warn=functools.partial(session.diagnostics.warn_of_failure, region.where),
         exchange=exchange,
         kernels=kernels,
-        runs_in=_runs_in(why_bodies, output.device),
+        runs_in=_runs_in(why_compiled, output.device),
         name=region.where.module or str(region.where),
         context=session.steps.context_key,
     )
     register(live)
-    record.step.regions[region_id] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
+    record.step.regions[region_id] = RegionMemory(
+        terms_of, num_tokens_of(region), config.axis, lambda: compiled_expert.revision
+    )
     return region, live
 
 
-def _runs_in(why_bodies: str, device: torch.device) -> str:
-    if not why_bodies:
+def _runs_in(why_compiled: str, device: torch.device) -> str:
+    if not why_compiled:
         return "GPU kernels"
-    return f"bodies ({why_bodies})" if device.type == "cuda" else ""
+    return f"compiled functions ({why_compiled})" if device.type == "cuda" else ""
 
 
 def _with_knee(terms_of: Callable[[SavePolicy], RegionBytes], knee: int | None, policy: SavePolicy) -> RegionBytes:
     return replace(terms_of(policy), knee_rows=knee)
 
 
-def _bodies(region: MoERegion, config: Config) -> ExpertBodies:
-    """Bodies over a chunk's range of experts where that is possible and pays, else over one expert."""
+def _compiled_expert(region: MoERegion, config: Config) -> CompiledExpertFunction:
+    """Return compiled functions over a chunk's range of experts where that is possible and pays, else over one."""
     specs = argument_specs(region)
     may_lift = specs[0].device.type == "cuda" and config.axis == "rows" and not is_disabled("lift")
     if may_lift and can_lift(region.expert_fn, specs):
         try:
-            return _build_bodies(region, config, takes_group=True)
+            return _build_expert(region, config, takes_group=True)
         except CannotChunk as refusal:
             log.info("experts run one by one at %s: %s", region.where, refusal)
-    return _build_bodies(region, config, takes_group=False)
+    return _build_expert(region, config, takes_group=False)
 
 
-def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> ExpertBodies:
-    return bodies_for(
+def _build_expert(region: MoERegion, config: Config, *, takes_group: bool) -> CompiledExpertFunction:
+    return compiled_expert_for(
         region.expert_fn,
         argument_specs(region),
         takes_group=takes_group,

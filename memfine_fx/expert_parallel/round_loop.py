@@ -31,7 +31,7 @@ from memfine_fx.expert_parallel.clones import Clones, ReplicaSlots
 from memfine_fx.expert_parallel.exchange import Exchange, Place
 from memfine_fx.expert_parallel.schedule import AllToAll, Schedule
 from memfine_fx.memory.region_bytes import ALL_TO_ALLS_IN_FLIGHT
-from memfine_fx.runtime.bodies import Bodies, SavingBodies
+from memfine_fx.runtime.compiled_expert import CompiledExpert, SavingFunctions
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.loop import Places, SavedRows, accumulator_dtype, open_gradients, run_backward, run_forward
 from memfine_fx.runtime.routed import Routed
@@ -71,7 +71,7 @@ class RoundLoop:
             and slots if there are any.
         rank: of this process in the group.
         routed: its inputs, with this rank's parameters.
-        bodies: the compiled expert.
+        compiled_expert: the compiled expert.
         rows: R, the most rows of a chunk of the rows received in a round.
         layer: its name, for messages.
         overlaps: whether rows of the next round travel while one computes.
@@ -85,7 +85,7 @@ class RoundLoop:
     begins: torch.Tensor
     rank: int
     routed: Routed
-    bodies: Bodies
+    compiled_expert: CompiledExpert
     rows: int
     layer: str
     overlaps: bool
@@ -95,9 +95,9 @@ class RoundLoop:
 
     def forward(self, out_dtype: torch.dtype, on_failure: Callable[[int], None]) -> torch.Tensor:
         """Return the layer's output, [T,H_out]."""
-        hidden, bodies = self.routed.hidden, self.bodies
-        out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
-        result_packing = Packing(((bodies.out_width, bodies.contribution_dtype),))
+        hidden, compiled_expert = self.routed.hidden, self.compiled_expert
+        out = hidden.new_zeros((hidden.shape[0], compiled_expert.out_width), dtype=accumulator_dtype(out_dtype))
+        result_packing = Packing(((compiled_expert.out_width, compiled_expert.contribution_dtype),))
         slots = None if self.clones is None else self.clones.fetch("forward")
 
         def run(incoming: IncomingRound) -> None:
@@ -106,7 +106,9 @@ class RoundLoop:
             own = self._values(incoming) if self.saved.holds(incoming.number) else None
             results = result_packing.buffers(routed.num_tokens, hidden)
             for part, chunks in self._parts(incoming.number, routed, slots):
-                run_forward(part, bodies, chunks, bodies.contribution_dtype, on_failure, own, place=results[0])
+                run_forward(
+                    part, compiled_expert, chunks, compiled_expert.contribution_dtype, on_failure, own, place=results[0]
+                )
             del routed, part
             for index, columns in returned(incoming, results, result_packing):
                 _add_rows(out, self._tokens(self._assignments(incoming.number, index)), columns.pop())
@@ -125,17 +127,17 @@ class RoundLoop:
         on_failure: Callable[[int], None],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, list[ParamGradient | None]]:
         """Return (gradient of hidden, of weight [T,K], open accumulators of the parameters); None where not wanted."""
-        hidden, weight, bodies = self.routed.hidden, self.routed.flat_weight, self.bodies
-        body = bodies.backward((*wanted, *map(any, wanted_params)))
-        gradients = open_gradients(body, self.routed.params, bodies, wanted_params)
+        hidden, weight, compiled_expert = self.routed.hidden, self.routed.flat_weight, self.compiled_expert
+        backward = compiled_expert.backward((*wanted, *map(any, wanted_params)))
+        gradients = open_gradients(backward, self.routed.params, compiled_expert, wanted_params)
         slots, slot_gradients = None, gradients
         if self.clones is not None:
             slots = self.clones.fetch("backward")
             slot_gradients = self.clones.open_gradients(slots.tables, gradients)
         grad_hidden = grad_weight = None
-        if body.rows_grad is not None:
+        if backward.rows_grad is not None:
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=accumulator_dtype(hidden.dtype))
-        if body.weight_grad is not None:
+        if backward.weight_grad is not None:
             assert weight is not None
             grad_weight = torch.zeros_like(weight)
         result_packing = Packing.of(
@@ -159,7 +161,16 @@ class RoundLoop:
             parts = self._parts(incoming.number, routed, slots)
             for (part, chunks), into in zip(parts, (gradients, slot_gradients), strict=False):
                 run_backward(
-                    rows_grad, part, bodies, chunks, wanted, wanted_params, on_failure, own, into=into, places=places
+                    rows_grad,
+                    part,
+                    compiled_expert,
+                    chunks,
+                    wanted,
+                    wanted_params,
+                    on_failure,
+                    own,
+                    into=into,
+                    places=places,
                 )
             del rows_grad, columns, routed, places, boxes, parts, part
             for index, result_columns in returned(incoming, results, result_packing):
@@ -286,7 +297,7 @@ class RoundLoop:
             return []
         own = slice(places.start, places.stop)
         chunks = rows_schedule(
-            offsets[places.start : places.stop + 1].tolist(), self.rows, groups=self.bodies.takes_group
+            offsets[places.start : places.stop + 1].tolist(), self.rows, groups=self.compiled_expert.takes_group
         )
         counts = offsets.diff()[own]
         before = self.schedule.received_before(self.rank, number)[own]
@@ -339,14 +350,15 @@ class SavedRounds:
         num_rounds: how many rounds are saved.
         packing: column layout of the received rows and weights.
         arrived: [N,...] receive buffers of rows and weights, in the order in which they were received.
-        bodies: compiled expert functions that save tensors of their own, see `runtime.bodies`; None if they do not.
+        functions: compiled functions that save tensors of their own, see `runtime.compiled_expert`; None if they do
+            not.
         values: [N,...] the tensors that these save, in expert order within a round.
     """
 
     num_rounds: int
     packing: Packing
     arrived: Sequence[torch.Tensor]
-    bodies: SavingBodies | None
+    functions: SavingFunctions | None
     values: Sequence[torch.Tensor]
 
     @staticmethod
@@ -357,9 +369,11 @@ class SavedRounds:
         """
         if saved is None:
             return SavedRounds(num_rounds, packing, packing.buffers(0, like), None, ())
-        num_values = len(saved.bodies.saved)
+        num_values = len(saved.functions.saved)
         num_buffers = len(saved.tensors) - num_values
-        return SavedRounds(num_rounds, packing, saved.tensors[:num_buffers], saved.bodies, saved.tensors[num_buffers:])
+        return SavedRounds(
+            num_rounds, packing, saved.tensors[:num_buffers], saved.functions, saved.tensors[num_buffers:]
+        )
 
     def holds(self, number: int) -> bool:
         return number < self.num_rounds
@@ -377,6 +391,6 @@ class SavedRounds:
         """Return the tensors that the expert functions save of a round; None if they save none."""
         return (
             None
-            if self.bodies is None
-            else SavedRows(self.bodies, [value[begin : begin + num_rows] for value in self.values])
+            if self.functions is None
+            else SavedRows(self.functions, [value[begin : begin + num_rows] for value in self.values])
         )

@@ -201,7 +201,7 @@ class ShardedExperts:
         lower = partial(region.lower, routed.num_tokens)
         grad_hidden, grad_weight, opened = loop.backward(grad, wanted, own_wanted, lower)
         gradients = [gradient for gradient in (grad_hidden, grad_weight) if gradient is not None]
-        kinds = region.bodies.param_kinds
+        kinds = region.compiled_expert.param_kinds
         for kind, tensors, flags, param in zip(kinds, routed.params, wanted_params, opened, strict=True):
             own = [] if param is None else param.finish_all()
             if kind != "shared":
@@ -216,7 +216,7 @@ class ShardedExperts:
         begins, clones = table.begins(rank), None
         if way.spread is not None:
             begins = way.spread.begins(begins, rank)
-            kinds = region.bodies.param_kinds
+            kinds = region.compiled_expert.param_kinds
             clones = Clones(self._exchange, self.layer, rank, way.spread, self.placement, own, kinds)
         return RoundLoop(
             exchange=self._exchange,
@@ -224,7 +224,7 @@ class ShardedExperts:
             begins=begins,
             rank=rank,
             routed=replace(routed, params=own),
-            bodies=region.bodies,
+            compiled_expert=region.compiled_expert,
             rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else min(table.limits[rank], self.chunk_rows),
             layer=self.layer,
             overlaps=self.ranks.overlaps,
@@ -241,13 +241,15 @@ class ShardedExperts:
 
     def _replication_costs(self, region: LiveRegion, routed: Routed) -> ReplicationCosts | None:
         """Return the costs of replication in this layer, the same on every rank; None where there may be no clones."""
-        bodies = region.bodies
-        if not self.ranks.slots or not can_clone(bodies.param_kinds):
+        compiled_expert = region.compiled_expert
+        if not self.ranks.slots or not can_clone(compiled_expert.param_kinds):
             return None
-        tables = [group[0] for kind, group in zip(bodies.param_kinds, routed.params, strict=True) if kind == "expert"]
+        tables = [
+            group[0] for kind, group in zip(compiled_expert.param_kinds, routed.params, strict=True) if kind == "expert"
+        ]
         elements = [math.prod(table.shape[1:]) for table in tables]
         row = routed.hidden.shape[1] * routed.hidden.element_size()
-        result = bodies.out_width * bodies.contribution_dtype.itemsize
+        result = compiled_expert.out_width * compiled_expert.contribution_dtype.itemsize
         links = links_of(self.ranks)
         return ReplicationCosts(
             row_seconds=_STEP_FLOPS * self.flops_per_row / flops_of(self.ranks),
@@ -266,7 +268,7 @@ class ShardedExperts:
         owned = self.placement.owned(self.ranks.rank)
         return [
             group[owned.start : owned.stop] if kind == "each" else group
-            for kind, group in zip(region.bodies.param_kinds, groups, strict=True)
+            for kind, group in zip(region.compiled_expert.param_kinds, groups, strict=True)
         ]
 
     def _among_all(

@@ -19,7 +19,7 @@ from memfine_fx.compat.settings import CONSTANT_FLOATS
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
 from memfine_fx.compiler.recorder import PlainRecorder, Reads, Recorder
-from memfine_fx.compiler.regions import read_bodies
+from memfine_fx.compiler.regions import read_compiled_code
 from memfine_fx.compiler.reporting import report_of
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
@@ -177,7 +177,7 @@ def record_step(
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"a step of the model fails: {type(error).__name__}: {what_failed(error)}") from error
     if reads == "code":  # estimates of many layers stay what they are: as a step's first plan has them
-        read_bodies(session)
+        read_compiled_code(session)
     recorded = _recorded(session, recorder, batch, seq)
     del optimizer
     return recorded

@@ -4,8 +4,8 @@ output        the combined [T,H_out], and its fp32 accumulator where the model i
 hidden grad   the same for the gradient of the tokens, in backward
 weight grads  the gradients of the expert parameters, allocated by the region's backward
 index         order (4 N) and offsets, saved from forward to backward; the sort's own arrays in forward
-chunk         R rows: gathered rows and gradients, the body's peak, or its results with what is made of them, casts and
-              products of weights' gradients; of the GPU kernels, their windows
+chunk         R rows: gathered rows and gradients, the function's peak, or its results with what is made of them, casts
+              and products of weights' gradients; of the GPU kernels, their windows
 round         where experts live on several ranks: the rows that came, their results and what is staged to be sent; it
               is counted as part of the chunk, whose working set is alive beside it
 """
@@ -111,15 +111,15 @@ class RegionBytes:
         param_bytes: bytes of all expert parameters whose gradient is wanted.
         staging_bytes: fp32 gradients of one expert, where a split expert needs them.
         added_bytes: what is added to these, at most; see `added_bytes`.
-        forward_peak, backward_peak: of one body call, in R (and G).
+        forward_peak, backward_peak: of one function call, in R (and G).
         takes_group: whether a chunk may hold several experts.
         device_type: "cpu" or "cuda".
         flops_per_row: of the expert function's matmuls on one row.
-        forward_results, backward_results: bytes that one body call returns, in R (and G): what is alive while they are
-            cast and added. Without them the body's peak is taken.
+        forward_results, backward_results: bytes that one call returns, in R (and G): what is alive while they are
+            cast and added. Without them the function's peak is taken.
         product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `kernel_scratch`.
         all_to_all: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
-        window: of the GPU kernels, where they run in the place of bodies, whose terms then do not matter.
+        window: of the GPU kernels, where they run in the place of compiled functions, whose terms then do not matter.
         knee_rows: R at which products of its widths are as fast as they get on this machine, None where that was not
             measured.
         clones_forward, clones_backward: of other ranks' experts in the slots of this one, and of their gradients.
@@ -402,7 +402,9 @@ def _sum_bytes(item_bytes: int, accumulator_bytes: int) -> int:
 
 
 def _called(peak: sympy.Expr, results: sympy.Expr | None, after: Any, region: RegionBytes, rows: Any) -> Any:
-    """Return the larger of a body call and what is computed of its results, when the call's own tensors are gone."""
+    """Return the larger of a compiled function call and what is computed of its results, when the call's own tensors
+    are gone.
+    """
     called = _body(peak, region, rows)
     return called + after if results is None else larger(called, _body(results, region, rows) + after)
 

@@ -64,8 +64,8 @@ class RegionMemory:
     """A region's byte terms by what it saves, and T in the graph's symbols.
 
     Args:
-        terms: returns them; called again when `revision` changes, since bodies know their peaks exactly once they are
-            compiled.
+        terms: returns them; called again when `revision` changes, since compiled functions know their peaks exactly
+            once they are compiled.
         num_tokens: T.
         axis: which way the region is chunked.
         revision: a number that changes with the terms.

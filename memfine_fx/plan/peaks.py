@@ -1,8 +1,8 @@
 """Peaks of a run by rows a chunk, solved once for all regions and heads of a step.
 
 Every region's plan is a bisection over the peak of the whole step, and asks for the same numbers of rows as the others.
-Results are cached by memory context (sizes, bytes that are there, so whether gradients exist), as long as the bodies'
-byte terms are the same.
+Results are cached by memory context (sizes, bytes that are there, so whether gradients exist), as long as the compiled
+functions' byte terms are the same.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class SavingOp:
     Args:
         region_id: key of the region.
         policy: how much.
-        wanted: gradients, as `runtime.bodies.Bodies.saving` is asked for them.
+        wanted: gradients, as `runtime.compiled_expert.CompiledExpert.saving` is asked for them.
     """
 
     region_id: str

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from memfine_fx.records import ParamKind
-from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.compiled_expert import CompiledExpert
 from memfine_fx.runtime.routing import sent
 from memfine_fx.runtime.schedule import Chunk
 
@@ -57,24 +57,26 @@ class Routed:
         return assignments, torch.div(assignments, self.top_k, rounding_mode="floor")
 
     def arguments(
-        self, bodies: Bodies, chunk: Chunk, assignments: torch.Tensor, tokens: torch.Tensor
+        self, compiled_expert: CompiledExpert, chunk: Chunk, assignments: torch.Tensor, tokens: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return the arguments of a body: rows, weight if any, the chunk's parameters, its groups if lifted."""
+        """Return the arguments of a compiled function: rows, weight if any, the chunk's parameters, its groups if
+        lifted.
+        """
         arguments = [self.hidden.index_select(0, tokens)]
-        if bodies.has_weight:
+        if compiled_expert.has_weight:
             weight = self.flat_weight
             assert weight is not None
             arguments.append(weight.index_select(0, assignments))
-        for tensors, kind in zip(self.params, bodies.param_kinds, strict=True):
+        for tensors, kind in zip(self.params, compiled_expert.param_kinds, strict=True):
             if kind == "shared":
                 arguments.append(tensors[0])
             elif kind == "each":
                 arguments.append(tensors[chunk.first_expert])
-            elif bodies.takes_group:
+            elif compiled_expert.takes_group:
                 arguments.append(tensors[0][chunk.first_expert : chunk.last_expert + 1])
             else:
                 arguments.append(tensors[0][chunk.first_expert])
-        if bodies.takes_group:
+        if compiled_expert.takes_group:
             arguments.extend(_group_arguments(chunk, self.hidden.device))
         return arguments
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from memfine_fx.records import ChunkPlan, OutOfRange
-from memfine_fx.runtime.bodies import Bodies, SavedTensor
+from memfine_fx.runtime.compiled_expert import CompiledExpert, SavedTensor
 from memfine_fx.runtime.live import Live, Registry
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
@@ -98,7 +98,7 @@ class RowExchange(Protocol):
         """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets.
 
         Args:
-            saved: tensors of `room`, and what the bodies save, if anything is saved.
+            saved: tensors of `room`, and what the compiled functions save, if anything is saved.
         """
         ...
 
@@ -120,20 +120,20 @@ class LiveRegion(Live[ChunkPlan]):
     """One lowered region.
 
     Args:
-        bodies: what its chunks call.
+        compiled_expert: what its chunks call.
         num_experts, top_k: E, K.
         out_of_range: what assignments with an expert id outside [0, E) do; negative ones that count from the end were
             made positive before they come here.
         tuner: how many chunks a step's rows get under the plan.
         warn: called with a message when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
-        kernels: the GPU kernels that run it; None where its bodies do. Copies of it in other dtypes, as checks make
-            them, may run in bodies all the same.
-        runs_in: "GPU kernels", or on a GPU "bodies" and why.
+        kernels: the GPU kernels that run it; None where its compiled functions do. Copies of it in other dtypes, as
+            checks make them, may run in compiled functions all the same.
+        runs_in: "GPU kernels", or on a GPU "compiled functions" and why.
         loads: how uneven its routing was.
     """
 
-    bodies: Bodies
+    compiled_expert: CompiledExpert
     num_experts: int
     top_k: int
     out_of_range: OutOfRange
@@ -150,13 +150,13 @@ class LiveRegion(Live[ChunkPlan]):
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
     def kernels_for(self, routed: Routed, saved: SavedRows | None) -> ExpertKernels | None:
-        """Return the kernels that run a step on these rows, None where bodies do.
+        """Return the kernels that run a step on these rows, None where compiled functions do.
 
         NOTE: forward and backward must agree, so that nothing here depends on what may change between them.
         """
         if self.kernels is None:
             return None
-        can_save = saved is None or self.kernels.can_save(saved.bodies.saved, routed.hidden.dtype)
+        can_save = saved is None or self.kernels.can_save(saved.functions.saved, routed.hidden.dtype)
         tensors = [routed.hidden, *(tensor for group in routed.params for tensor in group)]
         return self.kernels if can_save and self.kernels.can_run(tensors) else None
 

@@ -1,4 +1,4 @@
-"""Select what an expert's forward may save for its backward, and build the pair of bodies that saves it.
+"""Select what an expert's forward may save for its backward, and build the pair of compiled functions that saves it.
 
 Terms
     joint       forward and vjp of the expert function in one graph, (grad, *arguments) -> (value, *gradients)
@@ -28,9 +28,16 @@ from torch import fx
 
 from memfine_fx.compat.operators import is_view, op_name
 from memfine_fx.passes.ops import TRANSPOSES, name_of
-from memfine_fx.passes.tracing import TracedBody, is_transpose
+from memfine_fx.passes.tracing import TracedFunction, is_transpose
 from memfine_fx.records import SavePolicy
-from memfine_fx.runtime.bodies import BackwardBody, Compiled, Operand, Product, SavedTensor, SavingBodies
+from memfine_fx.runtime.compiled_expert import (
+    Compiled,
+    CompiledBackward,
+    Operand,
+    Product,
+    SavedTensor,
+    SavingFunctions,
+)
 
 __all__ = ["cut_joint", "matmul_flops_per_row", "nodes_to_save", "through_transposes"]
 
@@ -38,11 +45,11 @@ aten = torch.ops.aten
 
 
 def cut_joint(
-    joint: TracedBody,
+    joint: TracedFunction,
     policy: SavePolicy,
-    forward_of: Callable[[TracedBody], Compiled],
-    backward_of: Callable[[TracedBody], BackwardBody],
-) -> SavingBodies | None:
+    forward_of: Callable[[TracedFunction], Compiled],
+    backward_of: Callable[[TracedFunction], CompiledBackward],
+) -> SavingFunctions | None:
     """Return both sides of the joint graph, cut as a policy says and compiled; None where there is nothing to save.
 
     Args:
@@ -59,7 +66,7 @@ def cut_joint(
     given_products = tuple(_given_product(node, others) for node in nodes)
     given_nodes = [node for node, product in zip(nodes, given_products, strict=True) if product is not None]
     returned = [node for node in nodes if node not in given_nodes]
-    return SavingBodies(
+    return SavingFunctions(
         forward_of(_extracted(joint, [*others, *given_nodes], [value, *returned])),
         backward_of(_extracted(joint, [grad, *others, *nodes], gradients)),
         tuple(tensor for _, tensor in candidates if tensor is not None),
@@ -162,7 +169,7 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _saved_tensor(node: fx.Node, joint: TracedBody) -> SavedTensor | None:
+def _saved_tensor(node: fx.Node, joint: TracedFunction) -> SavedTensor | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.ndim < 1 or not value.is_contiguous():
         return None
@@ -190,7 +197,7 @@ def _flops_per_row(node: fx.Node) -> int:
     return 2 * inner * math.prod(int(size) for size in node.meta["val"].shape[1:])
 
 
-def _extracted(joint: TracedBody, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> TracedBody:
+def _extracted(joint: TracedFunction, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> TracedFunction:
     """The part of the joint graph that leads from `inputs` to `results`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -204,7 +211,7 @@ def _extracted(joint: TracedBody, inputs: Sequence[fx.Node], results: Sequence[f
     graph.output(tuple(copies[node] for node in results))
     module = fx.GraphModule(joint.graph_module, graph)
     fakes = tuple(node.meta["val"] for node in inputs)
-    return TracedBody(module, joint.fake_mode, fakes, joint.rows, joint.groups)
+    return TracedFunction(module, joint.fake_mode, fakes, joint.rows, joint.groups)
 
 
 def _reached(results: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:

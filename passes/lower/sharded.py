@@ -50,7 +50,7 @@ def sharded_experts(
 
     Args:
         region: from `read_regions`.
-        body_key: content hash of its bodies, which every rank must share.
+        body_key: content hash of its compiled functions, which every rank must share.
         axis: along which it is cut, which they share too.
         chunk_rows: the most rows of a chunk of what came in a round.
         flops_per_row: of its matmuls on one row, forward.
@@ -84,7 +84,7 @@ def sharded_experts(
     doing = (
         f"runs {layer} in rounds{', overlapping' if ranks.overlaps else ''}"
         f"{f', with {ranks.slots} slots for clones,' if ranks.slots else ''} "
-        f"({region.dims.num_experts} experts, top-{region.dims.top_k}, {hidden.dtype}, body {body_key})"
+        f"({region.dims.num_experts} experts, top-{region.dims.top_k}, {hidden.dtype}, function {body_key})"
     )
     params = tuple(own.get(node, node) for node in region.params)
     tables = [tensor_of(node) for node, kind in kinds.items() if kind == "expert"]

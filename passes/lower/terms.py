@@ -1,4 +1,4 @@
-"""Byte terms of a raised region with the bodies that it runs, and how many tokens it takes."""
+"""Byte terms of a raised region with the compiled functions that it runs, and how many tokens it takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memfine_fx.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes
 from memfine_fx.passes.dataflow import tensor_of
-from memfine_fx.passes.lower.bodies import ExpertBodies
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import MoERegion, SavePolicy
 from memfine_fx.runtime.loop import accumulator_dtype
@@ -37,7 +37,7 @@ __all__ = [
 
 def region_bytes(
     region: MoERegion,
-    bodies: ExpertBodies,
+    compiled_expert: CompiledExpertFunction,
     output: torch.Tensor,
     exchange: ShardedExperts | None,
     kernels: KernelForm | None,
@@ -47,32 +47,32 @@ def region_bytes(
 
     Args:
         region: as it lowers.
-        bodies: what it runs; once they are compiled, their peaks are those of the compiled code.
+        compiled_expert: what it runs; once they are compiled, their peaks are those of the compiled code.
         output: fake tensor of the combined output.
         exchange: how its rows travel between ranks, None on a single one.
-        kernels: the form in which the GPU kernels run it, None where bodies do.
+        kernels: the form in which the GPU kernels run it, None where compiled functions do.
         policy: what forward saves of the routed rows.
     """
     hidden = tensor_of(region.hidden)
     params = [tensor_of(node) for node in region.params]
-    wanted = wanted_gradients(region, bodies)
+    wanted = wanted_gradients(region, compiled_expert)
     trained = [param for param in params if param.requires_grad]
     low_precision = [param.dtype for param in trained if accumulator_dtype(param.dtype) is not param.dtype]
     shapes = gradient_shapes(region) if low_precision else []
     elements = [math.prod(shape) for shape in shapes]
     weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
-    saving = None if policy == "nothing" else bodies.saving(policy, wanted)
+    saving = None if policy == "nothing" else compiled_expert.saving(policy, wanted)
     pairs = [] if saving is None else [(saving.forward, saving.backward)]
     if saving is None or exchange is not None:  # on several ranks only some rounds are saved, the others run as without
-        pairs.append((bodies.forward(), bodies.backward(wanted)))
+        pairs.append((compiled_expert.forward(), compiled_expert.backward(wanted)))
     return RegionBytes(
         top_k=region.dims.top_k,
         num_experts=region.dims.num_experts,
         hidden=region.dims.hidden,
-        out_width=bodies.out_width,
+        out_width=compiled_expert.out_width,
         item_bytes=hidden.dtype.itemsize,
         out_item_bytes=output.dtype.itemsize,
-        contribution_item_bytes=bodies.contribution_dtype.itemsize,
+        contribution_item_bytes=compiled_expert.contribution_dtype.itemsize,
         accumulator_item_bytes=accumulator_dtype(output.dtype).itemsize,
         weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
         param_bytes=sum(_num_bytes(param) for param in trained),
@@ -80,8 +80,8 @@ def region_bytes(
         added_bytes=0 if kernels is not None else added_bytes(max(elements, default=0), 2, output.device.type),
         forward_peak=sympy.Max(*(forward.peak_bytes for forward, _ in pairs)),
         backward_peak=sympy.Max(*(backward.peak_bytes for _, backward in pairs)),
-        takes_group=bodies.takes_group,
-        flops_per_row=bodies.flops_per_row,
+        takes_group=compiled_expert.takes_group,
+        flops_per_row=compiled_expert.flops_per_row,
         forward_results=sympy.Max(*(forward.results_bytes for forward, _ in pairs)),
         backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
         device_type=output.device.type,
@@ -200,10 +200,10 @@ def param_groups(region: MoERegion) -> list[tuple[torch.Tensor, ...]]:
     return group_params(tensors, region.expert_fn.param_kinds, region.dims.num_experts)
 
 
-def wanted_gradients(region: MoERegion, bodies: ExpertBodies) -> tuple[bool, ...]:
+def wanted_gradients(region: MoERegion, compiled_expert: CompiledExpertFunction) -> tuple[bool, ...]:
     """Gradients that a step may want: of rows, of weights if any, and of parameters that are trained."""
     trained_groups = (any(param.requires_grad for param in group) for group in param_groups(region))
-    return (True, bodies.has_weight, *trained_groups)
+    return (True, compiled_expert.has_weight, *trained_groups)
 
 
 def gradient_shapes(region: MoERegion) -> list[tuple[int, ...]]:

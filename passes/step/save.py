@@ -27,7 +27,7 @@ from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save
 from memfine_fx.plan.problem import SavableRows
 from memfine_fx.records import SavePolicy, SavingOp
-from memfine_fx.runtime.bodies import SavingBodies
+from memfine_fx.runtime.compiled_expert import SavingFunctions
 from memfine_fx.runtime.routed import group_params
 from memfine_fx.runtime.store import LiveRegion, lookup
 
@@ -46,7 +46,7 @@ def save_choices(joint: fx.Graph) -> list[SavableRows]:
     for forward, backward in _pairs(joint).values():
         region_id, wanted = backward.args[6], backward.args[7]
         region = lookup(region_id)
-        flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
+        flags = _flags(wanted, region.compiled_expert.param_kinds, region.num_experts)
         num_rows = _hint(forward.args[2].meta["val"].shape[0])
         arrived, all_to_all_seconds = 0, 0.0
         is_divisible = region.decides_saved_rows
@@ -55,20 +55,20 @@ def save_choices(joint: fx.Graph) -> list[SavableRows]:
             all_to_all_seconds = arrived * num_rows / region.exchange.bandwidth
         row_bytes = 0
         for policy in _POLICIES if region.exchange is None else _POLICIES_OF_RANKS:
-            bodies = region.bodies.saving(policy, flags)
-            if bodies is None or not _has_room_for_kernels(region, bodies, forward.args[0].meta["val"].dtype):
+            functions = region.compiled_expert.saving(policy, flags)
+            if functions is None or not _has_room_for_kernels(region, functions, forward.args[0].meta["val"].dtype):
                 continue
-            if arrived + bodies.row_bytes > row_bytes:
-                row_bytes = arrived + bodies.row_bytes
-                flops = bodies.flops_per_row * num_rows
-                sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
+            if arrived + functions.row_bytes > row_bytes:
+                row_bytes = arrived + functions.row_bytes
+                flops = functions.flops_per_row * num_rows
+                sizes = (row_bytes, functions.copied_row_bytes, num_rows, region.num_experts)
                 choices.append(SavableRows(region_id, policy, *sizes, flops, all_to_all_seconds, is_divisible))
     return choices
 
 
-def _has_room_for_kernels(region: LiveRegion, bodies: SavingBodies, dtype: torch.dtype) -> bool:
-    """Return whether the GPU kernels can save what these bodies save, where kernels run the region."""
-    return region.kernels is None or region.kernels.can_save(bodies.saved, dtype)
+def _has_room_for_kernels(region: LiveRegion, functions: SavingFunctions, dtype: torch.dtype) -> bool:
+    """Return whether the GPU kernels can save what these compiled functions save, where kernels run the region."""
+    return region.kernels is None or region.kernels.can_save(functions.saved, dtype)
 
 
 def saving_ops(backward: fx.Graph) -> tuple[SavingOp, ...]:
@@ -77,15 +77,17 @@ def saving_ops(backward: fx.Graph) -> tuple[SavingOp, ...]:
     for node in backward.nodes:
         if node.target is torch.ops.memfine.experts_backward_saved.default:
             region = lookup(node.args[6])
-            flags = _flags(node.args[7], region.bodies.param_kinds, region.num_experts)
+            flags = _flags(node.args[7], region.compiled_expert.param_kinds, region.num_experts)
             records.append(SavingOp(region.region_id, node.args[9], flags))
     return tuple(records)
 
 
 def trace_saving(ops: Sequence[SavingOp]) -> None:
-    """Have bodies traced that a graph from a cache will ask for: inside an operator that runs, functorch cannot."""
+    """Have compiled functions traced that a graph from a cache will ask for: inside an operator that runs, functorch
+    cannot.
+    """
     for op in ops:
-        lookup(op.region_id).bodies.saving(op.policy, op.wanted)
+        lookup(op.region_id).compiled_expert.saving(op.policy, op.wanted)
 
 
 def _arriving_row_bytes(forward: fx.Node) -> int:

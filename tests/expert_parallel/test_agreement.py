@@ -101,7 +101,7 @@ def test_ranks_that_know_of_nodes_of_other_sizes_count_as_one_node(by_rank: list
 
 def test_layers_computed_in_different_ways_are_told_apart(by_rank: list[Agreement]) -> None:
     for agreement in by_rank:
-        assert agreement.bodies.message.count("in rounds (4 experts, top-2, torch.float32, body ") == 2
+        assert agreement.compiled_expert.message.count("in rounds (4 experts, top-2, torch.float32, function ") == 2
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,18 @@ import torch
 from memfine_fx.records import ParamKind, SavePolicy
 
 __all__ = [
-    "BackwardBody",
-    "Bodies",
     "Compiled",
+    "CompiledBackward",
+    "CompiledExpert",
     "Operand",
     "Product",
     "SavedTensor",
-    "SavingBodies",
+    "SavingFunctions",
 ]
 
 
 class Compiled(Protocol):
-    """A body as a function.
+    """A compiled function as a function.
 
     Args:
         peak_bytes: live bytes of one call beyond its arguments, in the symbols R and G.
@@ -42,7 +42,7 @@ class Compiled(Protocol):
 
 @dataclass(frozen=True)
 class Operand:
-    """A factor of a weight gradient: an argument or a result of the backward body, maybe transposed."""
+    """A factor of a weight gradient: an argument or a result of the backward function, maybe transposed."""
 
     is_argument: bool
     index: int
@@ -62,7 +62,7 @@ class Product:
     added: Operand | None = None
 
     def into(self, place: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
-        """Multiply operands that are all arguments of the body."""
+        """Multiply operands that are all arguments of the function."""
         left, right = self.left.value(arguments, ()), self.right.value(arguments, ())
         if self.added is None:
             torch.mm(left, right, out=place)
@@ -71,7 +71,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class BackwardBody:
+class CompiledBackward:
     """(grad [R,H_out], rows, weight if any, *params) -> gradients; see `param_grads` for the parameters.
 
     Args:
@@ -96,7 +96,7 @@ class BackwardBody:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor [R, *shape] of a body that forward saves for backward, one row for each routed row."""
+    """A tensor [R, *shape] of a compiled function that forward saves for backward, one row for each routed row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class SavingBodies:
+class SavingFunctions:
     """A forward and a backward whose backward takes the saved tensors after its other arguments.
 
     The forward takes those of the saved tensors whose entry in `given` is not None after its other arguments, and
@@ -121,7 +121,7 @@ class SavingBodies:
     """
 
     forward: Compiled
-    backward: BackwardBody
+    backward: CompiledBackward
     saved: tuple[SavedTensor, ...]
     flops_per_row: int
     given: tuple[Product | None, ...] = ()
@@ -132,11 +132,11 @@ class SavingBodies:
 
     @property
     def copied_row_bytes(self) -> int:
-        """Return the bytes of a saved row that the body computes elsewhere, so that they are written a second time."""
+        """Return the bytes of a saved row that the function computes elsewhere, which are written a second time."""
         return sum(tensor.row_bytes for tensor, product in zip(self.saved, self.given, strict=True) if product is None)
 
 
-class Bodies(Protocol):
+class CompiledExpert(Protocol):
     """One expert function, compiled at most once per direction and set of wanted gradients."""
 
     key: str
@@ -152,10 +152,10 @@ class Bodies(Protocol):
         """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
         ...
 
-    def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
+    def backward(self, wanted: tuple[bool, ...]) -> CompiledBackward:
         """`wanted`: rows, weight (False if there is none), then each parameter."""
         ...
 
-    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
+    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingFunctions | None:
         """Return the pair that saves so much; None where there is nothing of that to save."""
         ...
