@@ -68,7 +68,8 @@ def compile_in_session(
         compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:
         return _raising(error)
-    if session.has_chunked_last or session.holds_compiled:  # `OptimizedCall` warns after its call
+    has_chunked = bool(session.graphs and session.graphs[-1].live_regions())
+    if has_chunked or session.holds_compiled:  # `OptimizedCall` warns after its call
         return session.hold_compiled(compiled)
 
     weight_ids: set[int | None] = set()
@@ -83,7 +84,9 @@ def compile_in_session(
         nonlocal has_asked
         if not has_asked:
             weight = next((id(value) for value in args if isinstance(value, torch.nn.Parameter)), None)
-            if weight in weight_ids and (weight is not None or not session.has_parameters):
+            if weight in weight_ids and (
+                weight is not None or not any(graph.alive_parameters() for graph in session.graphs)
+            ):
                 has_asked = True
                 warn_without_regions(session)
             weight_ids.add(weight)

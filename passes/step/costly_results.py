@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from memfine_fx.compat.bitsandbytes import LINEAR_4BIT
 from memfine_fx.compat.operators import OpOverload, qualified_name, viewed_arguments
 
-__all__ = ["CostlyResult", "costly_results", "is_attention", "must_save"]
+__all__ = ["CostlyResult", "costly_results", "is_attention", "must_save", "size_hint"]
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,12 @@ def _at_hints(node: fx.Node) -> Any:
 
 def _concrete(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return torch.empty([_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
-    return _hint(value) if isinstance(value, torch.SymInt) else value
+        return torch.empty([size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a size in the captured call, without a guard on it."""
     if not isinstance(size, torch.SymInt):
         return size
     hint = size.node.hint

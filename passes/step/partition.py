@@ -48,7 +48,7 @@ from memfine_fx.passes.read.normal_form import fake_mode_of
 from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
 from memfine_fx.passes.step.fit import Uniform, fit, give_room, uniform
 from memfine_fx.passes.step.fusible_gradients import fusible_weight_gradients
-from memfine_fx.passes.step.pointwise import has_checkpoints, partition_without_budget
+from memfine_fx.passes.step.pointwise import has_checkpoints, recomputing_pointwise
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 
@@ -132,9 +132,10 @@ class StepPartitioner(CustomPartitionerFn):
         rates, optional = self._rates, dict[str, float]()
         if rates is not None:
             optional = run_pass("save_rows", gm, lambda: give_room(gm.graph, rates), optional)
-        default = partition_without_budget(gm, results, partition) if self._is_fused else None
+        recomputes = self._is_fused and not has_checkpoints(gm.graph)  # else the model's own checkpoints decide
+        chosen = recomputing_pointwise(gm, results, partition) if recomputes else partition(gm)
         # Whatever the budget, nothing else is made without one that is asked for.
-        return replace(partition(gm) if default is None else default, optional=optional, is_least=True)
+        return replace(chosen, optional=optional, is_least=True)
 
     def uuid(self) -> Any:
         return get_hash_for_files(_FILES, self._key)

@@ -15,24 +15,11 @@ from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.step.costly_results import CostlyResult, is_attention, must_save
 
-__all__ = ["cheapest", "has_checkpoints", "partition_without_budget", "recomputing_pointwise"]
+__all__ = ["cheapest", "has_checkpoints", "recomputing_pointwise"]
 
 _SHARE = 0.02
 _STEP_PER_FORWARD = 3
 """Backward takes two products for each of forward's."""
-
-
-def partition_without_budget(
-    gm: fx.GraphModule, results: Sequence[CostlyResult], partition: Callable[..., GraphStep]
-) -> GraphStep | None:
-    """The partition of a joint graph without a budget, or None where the model's own checkpoints decide.
-
-    Args:
-        gm: the joint graph; what must be saved or recomputed is tagged in it.
-        results: its costly results.
-        partition: (graph, decision) -> partition.
-    """
-    return None if has_checkpoints(gm.graph) else recomputing_pointwise(gm, results, partition)
 
 
 def has_checkpoints(joint: fx.Graph) -> bool:
@@ -47,12 +34,12 @@ def recomputing_pointwise(
     *,
     of_regions: str = "",
 ) -> GraphStep:
-    """The same, whatever the model's checkpoints are.
+    """Return a partition that recomputes elementwise work and the costly results that cost least for their bytes.
 
     Args:
-        gm: as above.
+        gm: the joint graph; what must be saved or recomputed is tagged in it.
         results: its costly results.
-        partition: as above.
+        partition: (graph, decision) -> partition.
         of_regions: what was decided for them, in words.
     """
     again = {result.name for result in cheapest(results)}

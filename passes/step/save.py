@@ -24,12 +24,11 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.shapes import read_size
 from memfine_fx.compat.tensors import FakeTensor, tree_map
-from memfine_fx.passes.step.costly_results import must_save
+from memfine_fx.passes.step.costly_results import must_save, size_hint
 from memfine_fx.plan.problem import SavableRows
 from memfine_fx.records import SavePolicy, SavingOp
-from memfine_fx.runtime.compiled_expert import SavingFunctions
 from memfine_fx.runtime.routed import group_params
-from memfine_fx.runtime.store import LiveRegion, lookup
+from memfine_fx.runtime.store import lookup
 
 __all__ = ["save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
 
@@ -47,7 +46,7 @@ def save_choices(joint: fx.Graph) -> list[SavableRows]:
         region_id, wanted = backward.args[6], backward.args[7]
         region = lookup(region_id)
         flags = _flags(wanted, region.compiled_expert.param_kinds, region.num_experts)
-        num_rows = _hint(forward.args[2].meta["val"].shape[0])
+        num_rows = size_hint(forward.args[2].meta["val"].shape[0])
         arrived, all_to_all_seconds = 0, 0.0
         is_divisible = region.decides_saved_rows
         if region.exchange is not None:
@@ -56,7 +55,10 @@ def save_choices(joint: fx.Graph) -> list[SavableRows]:
         row_bytes = 0
         for policy in _POLICIES if region.exchange is None else _POLICIES_OF_RANKS:
             functions = region.compiled_expert.saving(policy, flags)
-            if functions is None or not _has_room_for_kernels(region, functions, forward.args[0].meta["val"].dtype):
+            if functions is None:
+                continue
+            dtype = forward.args[0].meta["val"].dtype
+            if region.kernels is not None and not region.kernels.can_save(functions.saved, dtype):
                 continue
             if arrived + functions.row_bytes > row_bytes:
                 row_bytes = arrived + functions.row_bytes
@@ -64,11 +66,6 @@ def save_choices(joint: fx.Graph) -> list[SavableRows]:
                 sizes = (row_bytes, functions.copied_row_bytes, num_rows, region.num_experts)
                 choices.append(SavableRows(region_id, policy, *sizes, flops, all_to_all_seconds, is_divisible))
     return choices
-
-
-def _has_room_for_kernels(region: LiveRegion, functions: SavingFunctions, dtype: torch.dtype) -> bool:
-    """Return whether the GPU kernels can save what these compiled functions save, where kernels run the region."""
-    return region.kernels is None or region.kernels.can_save(functions.saved, dtype)
 
 
 def saving_ops(backward: fx.Graph) -> tuple[SavingOp, ...]:
@@ -186,9 +183,3 @@ def _call(joint: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     with fake_mode, torch.no_grad():
         node.meta["val"] = target(*values)
     return node
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    if not isinstance(size, torch.SymInt):
-        return size
-    return 1 if size.node.hint is None else int(size.node.hint)
