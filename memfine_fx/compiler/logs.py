@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from memfine_fx.capture.adapters import hint_for_adapters
-from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.output_recorders import hint_for_recording
 from memfine_fx.capture.quantized import hint_for_packed_layers
+from memfine_fx.capture.ranks import hint_for_cut_graphs
 from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact

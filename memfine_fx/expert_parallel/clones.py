@@ -19,7 +19,7 @@ import torch.distributed as dist
 from memfine_fx.expert_parallel.all_to_all import wait_for
 from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at
 from memfine_fx.expert_parallel.placement import Placement
-from memfine_fx.expert_parallel.spread import Spread
+from memfine_fx.expert_parallel.replication import Spread
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.loop import accumulator_dtype
 

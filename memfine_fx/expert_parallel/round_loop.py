@@ -34,7 +34,7 @@ from memfine_fx.memory.region_bytes import ALL_TO_ALLS_IN_FLIGHT
 from memfine_fx.runtime.compiled_expert import CompiledExpert, SavingFunctions
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.loop import Places, SavedRows, accumulator_dtype, open_gradients, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import Routed
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 
 __all__ = ["RoundLoop", "RoundLoopStats", "SavedRounds"]

@@ -27,16 +27,15 @@ from memfine_fx.expert_parallel.exchange import (
 )
 from memfine_fx.expert_parallel.groups import ExpertGroup
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.replication import Spread, spread_rows
 from memfine_fx.expert_parallel.replication_costs import ReplicationCosts, choose_replication
 from memfine_fx.expert_parallel.round_loop import RoundLoop, RoundLoopStats, SavedRounds
 from memfine_fx.expert_parallel.schedule import Rounds, Schedule, TokenSlices
-from memfine_fx.expert_parallel.spread import Spread, spread_rows
 from memfine_fx.memory.closed_form import chunk_count
 from memfine_fx.memory.region_bytes import AllToAllSizes
 from memfine_fx.runtime.loads import RoundStats
 from memfine_fx.runtime.loop import SavedRows
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import SliceCounter
+from memfine_fx.runtime.routing import Routed, SliceCounter
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["ShardedExperts"]

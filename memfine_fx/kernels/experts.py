@@ -18,8 +18,7 @@ from memfine_fx.runtime.compiled_expert import SavedTensor
 from memfine_fx.runtime.halving import run_halved
 from memfine_fx.runtime.loop import SavedRows
 from memfine_fx.runtime.op import empty_order
-from memfine_fx.runtime.routed import Routed, group_params
-from memfine_fx.runtime.routing import check_rows, sent
+from memfine_fx.runtime.routing import Routed, check_rows, group_params, sent
 from memfine_fx.runtime.store import LiveRegion
 
 if TYPE_CHECKING:  # these need Triton

@@ -159,7 +159,7 @@ class MoERegion:
         expert_index: [T,K] integer node.
         routing_weight: [T,K] float node, or None when the experts' outputs are summed unweighted.
         params: the parameters of `expert_fn` in order, flat: one node for the "expert" kind (a table [E,...])
-            and the "shared" kind, E nodes for the "each" kind (see `runtime.routed.group_params`).
+            and the "shared" kind, E nodes for the "each" kind (see `runtime.routing.group_params`).
         expert_fn: one expert on its rows.
         dims: sizes.
         first_matmul: the experts' first in graph order, which the report names; without one, the exit of the cut.

@@ -183,7 +183,7 @@ class Report:
             raise MemfineError(
                 "this report holds no measured step to draw: memfine_fx.explain(model, ..., measure=True) makes one"
             )
-        from memfine_fx.report.chart import draw_timeline
+        from memfine_fx.report.figure import draw_timeline
 
         draw_timeline(self.timeline, path)
 

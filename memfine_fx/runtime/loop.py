@@ -20,7 +20,7 @@ from memfine_fx.runtime.compiled_expert import CompiledBackward, CompiledExpert,
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.halving import Progress, run_chunks
 from memfine_fx.runtime.mact import ChunkTuner
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import Routed
 from memfine_fx.runtime.schedule import Chunk, cut_at
 
 __all__ = ["Places", "SavedRows", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]

@@ -23,8 +23,7 @@ from memfine_fx.runtime.accumulation import gradients_to_add_to
 from memfine_fx.runtime.compiled_expert import SavingFunctions
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.ranges import range_of, ranged
-from memfine_fx.runtime.routed import Routed, group_params
-from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.routing import Routed, group_params, sort_assignments
 from memfine_fx.runtime.store import ExpertKernels, LiveRegion, lookup
 
 __all__ = [
@@ -110,7 +109,7 @@ def experts(
         hidden: [T,H].
         weight: [T,K] or None.
         order, offsets: from `memfine::route`, or on the device from `memfine::route_on_device`.
-        params: the parameters of the expert function, see `runtime.routed.group_params`.
+        params: the parameters of the expert function, see `runtime.routing.group_params`.
         region_id: key of the live region.
 
     Returns:

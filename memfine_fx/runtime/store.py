@@ -17,7 +17,7 @@ from memfine_fx.runtime.mact import ChunkTuner
 
 if TYPE_CHECKING:
     from memfine_fx.runtime.loop import SavedRows
-    from memfine_fx.runtime.routed import Routed
+    from memfine_fx.runtime.routing import Routed
 
 __all__ = ["ExpertKernels", "LiveRegion", "lookup", "register", "unregister"]
 

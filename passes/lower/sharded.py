@@ -30,7 +30,7 @@ from memfine_fx.passes.dataflow import node_value, provenance, static_size, tens
 from memfine_fx.passes.lower.region import recording
 from memfine_fx.passes.ops import target_name
 from memfine_fx.records import MoERegion, ParamKind, Refusal
-from memfine_fx.runtime.routed import group_params
+from memfine_fx.runtime.routing import group_params
 
 __all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "say_why_gathered", "sharded_experts"]
 

@@ -22,7 +22,7 @@ from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import MoERegion, SavePolicy
 from memfine_fx.runtime.loop import accumulator_dtype
-from memfine_fx.runtime.routed import group_params
+from memfine_fx.runtime.routing import group_params
 
 __all__ = [
     "argument_specs",

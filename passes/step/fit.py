@@ -2,7 +2,7 @@
 
 Terms
     save_all              functorch's plain partition; each region saves all that pays: nothing costly is recomputed
-    recompute_pointwise   as without a budget (`pointwise`): elementwise work and a few matmuls are recomputed
+    recompute_pointwise   as without a budget (`costly_results`): elementwise work and a few matmuls are recomputed
     recompute_all         elementwise work is recomputed freely, matmuls and attentions too, layer by layer (`borders`),
                           and regions save nothing
 
@@ -36,8 +36,14 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.borders import layer_borders
-from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
-from memfine_fx.passes.step.pointwise import cheapest, recomputing_pointwise
+from memfine_fx.passes.step.costly_results import (
+    CostlyResult,
+    cheapest,
+    costly_results,
+    is_attention,
+    must_save,
+    recomputing_pointwise,
+)
 from memfine_fx.passes.step.save import save_choices, save_in_regions
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget

@@ -11,7 +11,7 @@ stands in front of it and says, by tags, what it must not decide otherwise:
   recomputation whose cost grows with the square of the sequence. A policy of the user that demands recomputation
   (MUST_RECOMPUTE) is obeyed.
 
-Without a budget and without checkpoints of the model's own, elementwise work is recomputed: see `pointwise`; and
+Without a budget and without checkpoints of the model's own, elementwise work is recomputed: see `costly_results`; and
 regions save what a run has room for: see `fit.give_room`. With a budget of bytes it also decides how much of the rest
 of the model (projections, attention, head) and of the regions is recomputed: see `fit`.
 """
@@ -45,10 +45,15 @@ from memfine_fx.memory.wrapper_code import READER_FILES
 from memfine_fx.passes.ops import has_random_tag
 from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
-from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
+from memfine_fx.passes.step.costly_results import (
+    costly_results,
+    has_checkpoints,
+    is_attention,
+    must_save,
+    recomputing_pointwise,
+)
 from memfine_fx.passes.step.fit import Uniform, fit, give_room, uniform
 from memfine_fx.passes.step.fusible_gradients import fusible_weight_gradients
-from memfine_fx.passes.step.pointwise import has_checkpoints, recomputing_pointwise
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 

@@ -27,7 +27,7 @@ from memfine_fx.compat.tensors import FakeTensor, tree_map
 from memfine_fx.passes.step.costly_results import must_save, size_hint
 from memfine_fx.plan.problem import SavableRows
 from memfine_fx.records import SavePolicy, SavingOp
-from memfine_fx.runtime.routed import group_params
+from memfine_fx.runtime.routing import group_params
 from memfine_fx.runtime.store import lookup
 
 __all__ = ["save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]

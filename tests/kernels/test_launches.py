@@ -17,7 +17,7 @@ from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import routing
 from memfine_fx.runtime.compiled_expert import SavedTensor
 from memfine_fx.runtime.loop import SavedRows
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import Routed
 from memfine_fx.runtime.store import LiveRegion
 from tests.kernels.cases import in_kernels
 

@@ -20,8 +20,7 @@ from memfine_fx.errors import ChunkOutOfMemory, MemfineError
 from memfine_fx.records import ChunkPlan, ParamKind, SavePolicy
 from memfine_fx.runtime.halving import Progress, is_allocation_failure, run_chunks
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.routing import Routed, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, compiled_expert_of, mlp
 from tests.runtime.injection import MESSAGE, injecting

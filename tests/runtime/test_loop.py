@@ -12,8 +12,7 @@ from torch import Tensor
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.records import ChunkPlan, ParamKind, SavePolicy
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.routing import Routed, sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, compiled_expert_of, largest_error, mlp, mlp_params, naive_combine
 
 EXPERT: ParamKind = "expert"

@@ -9,8 +9,7 @@ from torch._subclasses import FakeTensorMode
 from benchmarks.gpu_dry.waiting import Waiting
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.routing import Routed, sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, compiled_expert_of, mlp, mlp_params
 
 META = torch.device("meta")

@@ -13,8 +13,7 @@ from memfine_fx.passes.lower.compiled_function import num_compilations
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.records import ChunkPlan, ParamKind
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.routing import Routed, sort_assignments
 from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, compiled_expert_of, expert_function, mlp, mlp_params, specs_for
 
 BF16 = torch.bfloat16
