@@ -124,7 +124,7 @@ def agreeing(rank: int) -> Agreement:
     large = _optimized(Layer(EXPERTS + 2))
     model_of_compiled = layer()
     without_folding = functools.partial(compiled_expert_for, folds_weight=False) if rank == 1 else compiled_expert_for
-    with mock.patch("memfine_fx.compiler.regions.bodies_for", without_folding):
+    with mock.patch("memfine_fx.compiler.regions.compiled_expert_for", without_folding):
         compiled_expert = _told(lambda: run_layer(model_of_compiled))
     return Agreement(
         refused=refused,
