@@ -43,14 +43,14 @@ import memfine_fx
 from benchmarks.loads import choose_experts, expert_counts
 from benchmarks.machine import describe_machine
 from benchmarks.records import Machine
-from memfine_fx.expert_parallel import arrival
+from memfine_fx.expert_parallel import all_to_all
 from memfine_fx.expert_parallel.exchange import Announcement, Exchange, Place, Table, gather_table
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds
 from memfine_fx.memory.closed_form import PAPER_BINS
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.memory.region_bytes import Travel
+from memfine_fx.memory.region_bytes import AllToAllSizes
 from memfine_fx.models._experts import GatedExperts
 
 LOADS = ("balanced", "zipf:1", "paper:15", "one", "in turn")
@@ -358,17 +358,17 @@ def letting_go() -> Iterator[None]:
 
     A buffer whose last owner is such a thread is freed where no profiler sees it, and would count as alive.
     """
-    wait = arrival.wait_for
+    wait = all_to_all.wait_for
 
     def wait_longer(work: dist.Work | None) -> None:
         wait(work)
         time.sleep(0.01)  # other processes may be at work
 
-    arrival.wait_for = wait_longer
+    all_to_all.wait_for = wait_longer
     try:
         yield
     finally:
-        arrival.wait_for = wait
+        all_to_all.wait_for = wait
 
 
 def _group_norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -382,14 +382,14 @@ def _schedule_seconds(rank: int, sizes: LayerSizes, load: str) -> float:
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(counts_of(load, sizes)).cumsum(0)])
     placement, rows = Placement(sizes.experts, sizes.ranks), max(sizes.rows, sizes.tokens * sizes.top_k)
-    leg_rows = Travel(sizes.ranks, 1).leg_rows(rows)
+    staged_rows = AllToAllSizes(sizes.ranks, 1).staged_rows(rows)
     times = []
     for _ in range(20):
         dist.barrier()
         started = time.perf_counter()
         table = Table(gather_table(exchange, offsets, Announcement("counts", rows=rows), Place("a layer", "counting")))
-        schedule = Rounds(table.counts, placement, table.limits, leg_rows)
+        schedule = Rounds(table.counts, placement, table.limits, staged_rows)
         for number in range(schedule.num_rounds):
-            schedule.legs(rank, number)
+            schedule.all_to_alls(rank, number)
         times.append(time.perf_counter() - started)
     return statistics.median(times)

@@ -56,7 +56,7 @@ def optimize(
         model: any `nn.Module`; nothing in it needs to know of memfine_fx.
         memory_budget: peak bytes of a training step on this device: "20GiB", an int of bytes, or a float in (0, 1] of
             the device's memory. "least" is no limit: regions save nothing of routed rows. None leaves it to `config`,
-            whose default keeps what leaves the step's peak where it is, or on a CUDA device what that has memory for.
+            whose default saves what leaves the step's peak where it is, or on a CUDA device what that has memory for.
         inner_backend: "inductor", or "aot_eager" / "eager" for debugging; None leaves it to `config`, whose default
             is "inductor".
         fullgraph: as in `torch.compile`.
@@ -173,8 +173,8 @@ def fit(
         optimizer: "adamw", "adafactor" or "sgd" (without momentum), as torch has them, or bitsandbytes' "adamw8bit".
         master_weights: fp32 copies of low-precision parameters, which the optimizer works on.
         checkpointing: gradient checkpointing of the layers.
-        memory_budget: what `optimize` would be given; without one, a step that keeps nothing of routed rows is
-            described on a device, where `optimize` keeps what that has memory for.
+        memory_budget: what `optimize` would be given; without one, a step that saves nothing of routed rows is
+            described on a device, where `optimize` saves what that has memory for.
         fsdp, expert_parallel: ranks; bytes are those of one rank, and estimates.
         device: where the model would train.
         has_even_routing: experts get equal numbers of rows; otherwise one expert may get a row of every token.
@@ -222,7 +222,7 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
         model: any `nn.Module`, optimized or not.
         *args: one call's inputs.
         **kwargs: its inputs by name.
-        config: options to verify under; bodies are compiled by its `inner_backend`.
+        config: options to verify under; compiled functions are compiled by its `inner_backend`.
 
     Returns:
         The report; `has_passed`, `worst_error`, `str(report)`, `to_json()`.

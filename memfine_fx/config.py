@@ -61,10 +61,10 @@ class Config:
         tokens_per_chunk: tokens in one slice of axis "tokens". None derives it from R and top-k.
         bins: numbers of chunks to choose among at run time, as the paper's (1, 2, 4, 8); None takes the exact
             number that the rows of the step require.
-        memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device. None keeps of
+        memory_budget: see `parse_budget`; bounds the peak bytes of a training step on one device. None saves of
             routed rows for backward what leaves that peak where it is; on a CUDA device it is what that has left for
-            the step, which nothing is refused for. "least" keeps nothing.
-        inner_backend: what compiles the rewritten graph and the expert bodies.
+            the step, which nothing is refused for. "least" saves nothing.
+        inner_backend: what compiles the rewritten graph and the compiled experts.
         captures_loops: let `optimize` and `explain` try Dynamo's flags for data-dependent shapes, and switch
             transformers models from an eager expert loop to a spelling that reaches a graph.
         chunks_head: chunk a language model's head (projection and cross-entropy) over tokens: None where its vocabulary

@@ -19,7 +19,7 @@ from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
 
 __all__ = [
     "TensorSpec",
-    "TracedBody",
+    "TracedFunction",
     "add_call",
     "add_cast",
     "contiguous_strides",
@@ -47,7 +47,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class TracedBody:
+class TracedFunction:
     """A function as functional ATen over R symbolic rows.
 
     Args:
@@ -64,7 +64,7 @@ class TracedBody:
     groups: sympy.Symbol
 
 
-def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> TracedBody:
+def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> TracedFunction:
     """Trace `function` to ATen on fake arguments of the given specs.
 
     Args:
@@ -86,7 +86,7 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
         traced = make_fx(torch.func.functionalize(function, remove="mutations"), tracing_mode="real")(*inputs)
     traced.graph.eliminate_dead_code()
     traced.recompile()
-    return TracedBody(traced, fake_mode, inputs, num_rows.node.expr, num_groups.node.expr)
+    return TracedFunction(traced, fake_mode, inputs, num_rows.node.expr, num_groups.node.expr)
 
 
 def _fake(spec: TensorSpec, num_rows: torch.SymInt, num_groups: torch.SymInt) -> torch.Tensor:

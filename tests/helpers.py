@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from memfine_fx.errors import CannotChunk
 from memfine_fx.passes.dataflow import Dataflow, node_value
 from memfine_fx.passes.lower import region as lower
-from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction, compiled_expert_for
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.passes.verify.outline import outline
@@ -180,7 +180,7 @@ def specs_for(
     return tuple(specs)
 
 
-def bodies_of(
+def compiled_expert_of(
     function: Callable[..., Tensor],
     params: Sequence[Tensor],
     kinds: Sequence[ParamKind],
@@ -189,9 +189,9 @@ def bodies_of(
     folds_weight: bool = True,
     takes_group: bool = False,
     hidden: int = HIDDEN,
-) -> ExpertBodies:
+) -> CompiledExpertFunction:
     """Uncompiled bodies of a hand-written expert function on the given parameters."""
-    return bodies_for(
+    return compiled_expert_for(
         expert_function(function, has_weight=has_weight, kinds=kinds),
         specs_for(params, kinds, has_weight=has_weight, hidden=hidden, dtype=params[0].dtype),
         folds_weight=folds_weight,

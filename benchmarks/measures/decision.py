@@ -20,7 +20,7 @@ import memfine_fx
 from benchmarks.machine import seconds_of
 from benchmarks.measures import Answer, Dtype, device_here
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.passes.lower.compiled_body import num_body_compilations
+from memfine_fx.passes.lower.compiled_function import num_compilations
 from memfine_fx.runtime import op
 from memfine_fx.runtime.store import LiveRegion
 
@@ -72,11 +72,11 @@ def _decisions(layer: nn.Module, inputs: list[torch.Tensor]) -> list[tuple[float
     found = []
     with clock.watching(op, "chunks_of"), clock.watching(LiveRegion, "plan_for"):
         for number, hidden in enumerate(inputs):
-            compiled, clock.seconds = num_body_compilations(), 0.0
+            compiled, clock.seconds = num_compilations(), 0.0
             layer.zero_grad()
             seconds = seconds_of(lambda hidden=hidden: layer(hidden).backward(hidden.detach()), hidden.device)
             if number:
-                assert num_body_compilations() == compiled, "a body was compiled after the first step"
+                assert num_compilations() == compiled, "a body was compiled after the first step"
                 found.append((clock.seconds, seconds))
     return found
 

@@ -1,8 +1,8 @@
 """What does the busiest of 64 to 1,024 ranks hold and wait for? On paper.
 
-Counts come from a share of rows per expert, the same on every rank; rounds, legs, split sizes and messages from the
-schedule that the op runs. Nothing is sent. Seconds are a latency for every message that the busiest rank receives and
-its bytes over its bandwidth; they say where messages become too small, not how long a step takes.
+Counts come from a share of rows per expert, the same on every rank; rounds, all-to-alls, split sizes and messages from
+the schedule that the op runs. Nothing is sent. Seconds are a latency for every message that the busiest rank receives
+and its bytes over its bandwidth; they say where messages become too small, not how long a step takes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from benchmarks.summaries import markdown
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds, TokenSlices
 from memfine_fx.memory.closed_form import PAPER_BINS, snap_to_bins
-from memfine_fx.memory.region_bytes import Travel
+from memfine_fx.memory.region_bytes import AllToAllSizes
 from memfine_fx.report.figure import blank_figure
 
 RANKS = (64, 128, 256, 512, 1024)
@@ -26,7 +26,7 @@ LOADS = ("balanced", "zipf:1", "paper:15", "one")
 SLICE_LIMIT = 131072
 GIB = 2**30
 _POINT_HEADER = (
-    "load | ranks | rows of the busiest | R | rounds | legs | messages a leg | latency | bounded | unchunked"
+    "load | ranks | rows of the busiest | R | rounds | all-to-alls | messages each | latency | bounded | unchunked"
 )
 _SLICE_HEADER = "hot tokens | c required | c of the bins | most rows in a slice | limit s'_max"
 
@@ -58,7 +58,7 @@ class Point:
     busiest: int
     rows: int
     rounds: int
-    legs: int
+    all_to_alls: int
     messages: int
     latency_share: float
     bytes_bounded: int
@@ -67,7 +67,7 @@ class Point:
     @property
     def cells(self) -> list[str]:
         bounded, unchunked = (f"{number / GIB:.1f} GiB" for number in (self.bytes_bounded, self.bytes_unchunked))
-        counts = [str(self.rounds), str(self.legs), str(self.messages)]
+        counts = [str(self.rounds), str(self.all_to_alls), str(self.messages)]
         return [
             self.load, str(self.ranks), f"{self.busiest:,}", f"{self.rows:,}", *counts, f"{self.latency_share:.0%}",
             bounded, unchunked,
@@ -121,9 +121,9 @@ def counts_of(load: str, num_ranks: int, model: Model) -> torch.Tensor:
 def point(num_ranks: int, load: str, rows: int, model: Model) -> Point:
     counts = counts_of(load, num_ranks, model)
     placement = Placement(counts.shape[1], num_ranks)
-    schedule = Rounds(counts, placement, rows, Travel(num_ranks, 1).leg_rows(rows))
-    legs = [schedule.legs(0, number) for number in range(schedule.num_rounds)]
-    messages = [sum(size > 0 for size in leg.received_splits) for one in legs for leg in one]
+    schedule = Rounds(counts, placement, rows, AllToAllSizes(num_ranks, 1).staged_rows(rows))
+    all_to_alls = [schedule.all_to_alls(0, number) for number in range(schedule.num_rounds)]
+    messages = [sum(size > 0 for size in a2a.received_splits) for one in all_to_alls for a2a in one]
     busiest = int(schedule.received.max())
     latency = sum(messages) * model.latency_us * 1e-6
     transfer = busiest * model.hidden * model.item_bytes / (model.gb_per_s * 1e9)
@@ -158,7 +158,7 @@ def slices_of(num_ranks: int, limit: int, hot_part: float, model: Model) -> Slic
     bounds = torch.zeros(chosen + 1, num_ranks, num_experts, dtype=torch.int64)
     bounds[:, :, :own] = gone.view(-1, 1, 1)
     schedule = TokenSlices(bounds, placement)
-    most = max(schedule.legs(0, number)[0].num_received for number in range(chosen))
+    most = max(schedule.all_to_alls(0, number)[0].num_received for number in range(chosen))
     where = "spread over the sequence" if hot_part == 1 else f"in the first {hot_part:.0%} of the sequence"
     return SliceCheck(where, required, chosen, most, limit)
 

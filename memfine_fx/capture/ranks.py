@@ -1,4 +1,8 @@
-"""Dynamo settings under which a model whose experts live on several ranks is captured."""
+"""Dynamo settings under which a model of several ranks is captured.
+
+Under DistributedDataParallel Dynamo cuts a graph where the gradients of a bucket (25 MiB) are complete. One table of
+expert weights is larger than that, so the cut goes through every MoE region, and neither half can be chunked.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.settings import CONSTANT_INTEGERS, EVERY_SIZE
+from memfine_fx.compat.interpreter import running_modules
+from memfine_fx.compat.settings import CONSTANT_INTEGERS, EVERY_SIZE, WHOLE_GRAPHS
 
-__all__ = ["captured_on_ranks", "is_fully_sharded"]
+__all__ = ["captured_on_ranks", "hint_for_cut_graphs", "is_fully_sharded", "kept_whole"]
 
 
 def captured_on_ranks(model: torch.nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,3 +49,26 @@ def is_fully_sharded(model: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def kept_whole() -> contextlib.AbstractContextManager[object]:
+    """For compilations inside: one graph. Gradients are still reduced bucket by bucket, after the graph's backward."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return contextlib.nullcontext()
+    return WHOLE_GRAPHS.applied()
+
+
+def hint_for_cut_graphs() -> str:
+    """Return a hint about graphs that Dynamo cuts at the buckets of DistributedDataParallel; "" if it cuts none.
+
+    Call it while the model runs.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ""
+    is_wrapped = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in running_modules())
+    if not is_wrapped or not WHOLE_GRAPHS.holds() or not WHOLE_GRAPHS.config.optimize_ddp:
+        return ""
+    return (
+        "; DistributedDataParallel had the graph cut at its buckets, through the experts: call "
+        "memfine_fx.optimize(model), or set torch._dynamo.config.optimize_ddp = False"
+    )

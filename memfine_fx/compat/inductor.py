@@ -30,7 +30,7 @@ __all__ = [
     "SchedulerPass",
     "captured_copy",
     "captured_inputs",
-    "compile_body",
+    "compile_function",
     "compile_inner",
     "compile_on_inductor",
     "compiling_again",
@@ -152,7 +152,7 @@ def _index_functions() -> dict[str, Callable[..., Any]]:
     }
 
 
-def compile_body(
+def compile_function(
     graph_module: fx.GraphModule,
     fake_mode: FakeTensorMode,
     inputs: Sequence[Any],

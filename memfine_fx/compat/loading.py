@@ -53,11 +53,11 @@ class _Watcher(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _TellingLoader(spec.loader, self._tell)
+            spec.loader = _NotifyingLoader(spec.loader, self._tell)
         return spec
 
 
-class _TellingLoader(Loader):
+class _NotifyingLoader(Loader):
     def __init__(self, loader: Loader, tell: Callable[[Any], None]) -> None:
         self._loader = loader
         self._tell = tell

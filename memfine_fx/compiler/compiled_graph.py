@@ -28,16 +28,15 @@ import torch
 from torch import fx
 
 from memfine_fx.compat.inductor import CustomPartitionerFn, captured_copy, captured_inputs, compiling_again
-from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.inner import BackwardContext, CompileOne, compile_and_read, compile_with_regions
+from memfine_fx.compiler.logs import observed_passes
 from memfine_fx.compiler.session import Session
-from memfine_fx.compiler.telling import observed_passes
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.machine import measurement_key
-from memfine_fx.memory.step import GraphStep
+from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.passes.dataflow import node_value, tensor_of
-from memfine_fx.passes.lower.bodies import ExpertBodies
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction
 from memfine_fx.passes.step.partition import StepPartitioner
 from memfine_fx.plan.budget import (
     GraphBudget,
@@ -53,7 +52,7 @@ from memfine_fx.plan.budget import (
 )
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
-from memfine_fx.plan.runs import Caller, MemoryContext, Run
+from memfine_fx.plan.runs import Caller, Run
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, can_be_none, is_added
 from memfine_fx.runtime.live import MOST_PLANS, LiveHead
 
@@ -95,23 +94,6 @@ class CompiledPartition:
         return all(guard.subs(sizes) == sympy.true for guard in self.guards)
 
 
-@dataclass(frozen=True)
-class _Recompile:
-    """The inputs for recompiling the graph, stored where there is a budget.
-
-    Args:
-        graph_module: the rewritten graph, before any compiler saw it.
-        inputs: its inputs as fake tensors.
-        fake_mode: the mode of these fake tensors.
-        hidden: tokens of a region or head, a fake tensor too.
-    """
-
-    graph_module: fx.GraphModule
-    inputs: tuple[Any, ...]
-    fake_mode: FakeTensorMode
-    hidden: torch.Tensor
-
-
 class CompiledGraph:
     """One graph and the partitions that were made of it, as the module's docstring tells.
 
@@ -134,11 +116,12 @@ class CompiledGraph:
         record.step.sizes.update({size.name: size.hint for size in self._sizes})
         record.is_limited = is_limited(session.steps, hidden.device, record.step.regions.values())
         budget = budget_of_graph(session.steps, record, inputs, hidden) if record.lowered else None
-        pristine = None if budget is None else captured_copy(graph_module)
+        self._pristine = None if budget is None else captured_copy(graph_module)
         # By memory context; compiling forgets them.
         self._refusals: dict[tuple[object, ...], BudgetInfeasible | None] = {}
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
-        self._recompile_inputs = None if pristine is None else _inputs_again(pristine, inputs, hidden)
+        # With which the graph can be recompiled under a budget: its fake mode and its inputs as fake tensors.
+        self._captured = None if self._pristine is None else captured_inputs(inputs)
 
     def __call__(self, *args: Any) -> Any:
         sizes = {size.name: size.of(args) for size in self._sizes}
@@ -153,13 +136,13 @@ class CompiledGraph:
         )
         # Every partition is cut from one joint graph, so that all of them add the same gradients.
         run.memory = replace(run.memory, added=frozenset(self._adding(self._record.step, run.caller, can_add)))
-        compiled = self._partitions[0] if self._recompile_inputs is None else self._chosen(run, self._recompile_inputs)
+        compiled = self._partitions[0] if self._captured is None else self._chosen(run)
         self._take(run, compiled)
         results = compiled.run(*args)
         session.steps.history.note_results(run, results, args)
         return results
 
-    def _chosen(self, run: Run, again: _Recompile) -> CompiledPartition:
+    def _chosen(self, run: Run) -> CompiledPartition:
         """The partition for a run under a budget.
 
         Raises:
@@ -191,7 +174,7 @@ class CompiledGraph:
             first = _LAST_ATTEMPT
         for attempt in range(first, _LAST_ATTEMPT + 1):
             try:
-                recompiled = self._recompile(run, again, attempt, excess_bytes)
+                recompiled = self._recompile(run, attempt, excess_bytes)
             except BudgetInfeasible as error:
                 return self._refused(self._partitions[-1], error)
             current = self._partitions = [*current, recompiled]
@@ -206,7 +189,7 @@ class CompiledGraph:
     def _beyond_estimate(self, run: Run, one: CompiledPartition) -> dict[str, int]:
         """Return by how many bytes a partition's code exceeds its estimate, by the partition's base.
 
-        With this excess (`StepBudget.beyond`) the same partition is not chosen again.
+        With this excess (`GraphBudget.beyond`) the same partition is not chosen again.
         """
         peak = smallest_peak(self._session.steps, self._context(run, one))
         return {one.step.base: max(0, (peak or 0) - one.step.chosen_by)}
@@ -232,7 +215,7 @@ class CompiledGraph:
         is_best = one.step.saves_all or persistent > one.persistent_bytes
         return not (is_best and fits_unbounded(self._session.steps, self._context(run, one)))
 
-    def _context(self, run: Run, one: CompiledPartition) -> MemoryContext:
+    def _context(self, run: Run, one: CompiledPartition) -> RunMemory:
         run.memory = replace(run.memory, step=one.step)
         return context_of(self._session.steps, run)
 
@@ -245,14 +228,16 @@ class CompiledGraph:
             self._refusals[context.key] = refusal_of(self._session.steps, context, device)
         return self._refusals[context.key]
 
-    def _recompile(self, run: Run, again: _Recompile, attempt: int, beyond: Mapping[str, int]) -> CompiledPartition:
+    def _recompile(self, run: Run, attempt: int, beyond: Mapping[str, int]) -> CompiledPartition:
         """The graph partitioned for this run and compiled.
 
         Args:
             attempt: see `_LAST_ATTEMPT`.
-            beyond: see `StepBudget`.
+            beyond: see `GraphBudget`.
         """
+        assert self._pristine is not None and self._captured is not None
         session, first = self._session, self._record.step
+        fake_mode, inputs = self._captured
         step = GraphStep(first.regions, run.memory.values, heads=first.heads, fusible_gradients=first.fusible_gradients)
         run.memory = replace(run.memory, step=step)
         context = context_of(session.steps, run)
@@ -263,7 +248,8 @@ class CompiledGraph:
         available = context.available_bytes or 0
         is_asked = session.config.has_budget
         budget_context = replace(context, available_bytes=0) if attempt == _LAST_ATTEMPT else context
-        budget = GraphBudget(session.steps, budget_context, again.hidden, is_asked=is_asked, beyond=beyond)
+        hidden = tensor_of(self._record.lowered[0].region.hidden)
+        budget = GraphBudget(session.steps, budget_context, hidden, is_asked=is_asked, beyond=beyond)
 
         def check() -> None:
             steps, device = session.steps, device_of(self._record)
@@ -274,13 +260,13 @@ class CompiledGraph:
                 raise refusal
 
         log.info("a graph is partitioned again: no partition of it fits in %s bytes", f"{available:,}")
-        self._record.step = step  # bodies and records that compiling asks for are this partition's
+        self._record.step = step  # compiled functions and records that compiling asks for are this partition's
         try:
-            shape_env = again.fake_mode.shape_env
+            shape_env = fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
-            with observed_passes(session), compiling_again(again.fake_mode), session.diagnostics.timed("recompile"):
-                module = captured_copy(again.graph_module)
-                partition = self._compile(module, again.inputs, step, budget, partitioned=check)
+            with observed_passes(session), compiling_again(fake_mode), session.diagnostics.timed("recompile"):
+                module = captured_copy(self._pristine)
+                partition = self._compile(module, inputs, step, budget, partitioned=check)
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see
             # `CompiledPartition.serves`.
             added = () if shape_env is None else tuple(guard.expr for guard in shape_env.guards[known:])
@@ -379,9 +365,9 @@ class CompiledGraph:
             live = lowered.live
             if isinstance(live, LiveHead):
                 described.append((live.region_id, live.loss, live.out_dtype))
-            elif isinstance(live.bodies, ExpertBodies) and live.exchange is None:
+            elif isinstance(live.compiled_expert, CompiledExpertFunction) and live.exchange is None:
                 described.append(
-                    (live.region_id, live.bodies.key, live.top_k, live.out_dtype, live.kernels is not None)
+                    (live.region_id, live.compiled_expert.key, live.top_k, live.out_dtype, live.kernels is not None)
                 )
             else:
                 return ""
@@ -431,12 +417,6 @@ def _tokens_of(record: CapturedGraph, graph: fx.Graph) -> torch.Tensor:
     return next(
         (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), torch.empty(0)
     )
-
-
-def _inputs_again(graph_module: fx.GraphModule, inputs: Sequence[Any], hidden: torch.Tensor) -> _Recompile | None:
-    """None where a graph cannot be compiled outside of the capture that gave it."""
-    captured = captured_inputs(inputs)
-    return None if captured is None else _Recompile(graph_module, captured[1], captured[0], hidden)
 
 
 @dataclass(frozen=True)

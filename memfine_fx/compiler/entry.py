@@ -62,8 +62,8 @@ def compile_in_session(
         session.diagnostics.has_warned = True  # of what is lost; that there are no regions follows
         plain: Callable[..., Any] = plain_compiler(session.config.inner_backend)(graph_module, list(example_inputs))
         return plain
+    from memfine_fx.compiler.logs import warn_without_regions
     from memfine_fx.compiler.pipeline import compile_graph
-    from memfine_fx.compiler.telling import warn_without_regions
 
     call = None if session.holds_compiled else compiled_call()
     if call is not None and call.model is not None:
@@ -72,7 +72,8 @@ def compile_in_session(
         compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:
         return _raising(error)
-    if session.has_chunked_last or session.holds_compiled:  # `OptimizedCall` warns after its call
+    has_chunked = bool(session.graphs and session.graphs[-1].live_regions())
+    if has_chunked or session.holds_compiled:  # `OptimizedCall` warns after its call
         return session.hold_compiled(compiled)
 
     weight_ids: set[int | None] = set()
@@ -87,7 +88,9 @@ def compile_in_session(
         nonlocal has_asked
         if not has_asked:
             weight = next((id(value) for value in args if isinstance(value, torch.nn.Parameter)), None)
-            if weight in weight_ids and (weight is not None or not session.has_parameters):
+            if weight in weight_ids and (
+                weight is not None or not any(graph.alive_parameters() for graph in session.graphs)
+            ):
                 has_asked = True
                 warn_without_regions(session)
             weight_ids.add(weight)

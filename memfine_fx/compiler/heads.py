@@ -18,8 +18,7 @@ from memfine_fx.kernels.choice import loss_kernel_on
 from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.head.find import find_heads
-from memfine_fx.passes.lower.head import lower_head
-from memfine_fx.passes.lower.returned import take_apart
+from memfine_fx.passes.lower.head import lower_head, take_apart
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.plan.budget import choose_head_plan

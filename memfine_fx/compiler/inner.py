@@ -38,11 +38,10 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.pass_list import is_disabled
-from memfine_fx.passes.step.fit import StepBudget
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs
-from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.save import saving_ops, trace_saving
 from memfine_fx.passes.step.scheduler_passes import KernelOrder, RegionDistance
+from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.runtime.accumulation import Accumulation
 
@@ -86,7 +85,7 @@ def compile_with_regions(
     config: Config,
     step: GraphStep,
     *,
-    budget: StepBudget | None,
+    budget: GraphBudget | None,
     rates: Callable[[], DeviceRates] | None,
     changed: Callable[[], None],
     in_backward: BackwardContext,
@@ -106,7 +105,7 @@ def compile_with_regions(
         changed: called when more is known of the graph's memory than before.
         in_backward: returns a context manager for each run of the backward, given whether the graph is retained.
         partitioned: called when the graph is partitioned and an estimate of its memory is there.
-        mode: Inductor's mode for the graph around the regions; bodies are compiled in its default mode.
+        mode: Inductor's mode for the graph around the regions; compiled functions are compiled in its default mode.
         identity: what the partition follows from beside the graph and the config, as text; "" where that is not known,
             and the graph is never taken from AOT autograd's cache.
         watched: given the step's partitioner, returns what partitions the joint graph in its place.
@@ -220,16 +219,10 @@ def backward_call(
     return mark_boxed(call)
 
 
-def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: Partition) -> None:
+def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: GraphStep) -> None:
     """A partition was made: what it would hold is the step's record until there is a better one."""
-    step.forward, step.backward = partition.forward_memory, partition.backward_memory
-    step.decision, step.saves_all, step.is_least = partition.decision, partition.saves_all, partition.is_least
-    step.optional, step.fusible_gradients, step.base = (
-        dict(partition.optional),
-        partition.fusible_gradients,
-        partition.base,
-    )
+    step.take(partition)
     step.estimated = {"forward", "backward"}
-    step.add_hints(partition.forward.graph)
-    step.add_hints(partition.backward.graph)
+    for module in partition.modules:
+        step.add_hints(module.graph)
     partitioned()

@@ -28,7 +28,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfine_fx.capture.adapters import TracedAdapters
-from memfine_fx.capture.buckets import kept_whole
 from memfine_fx.capture.flags import CapturingCall
 from memfine_fx.capture.forward_wrappers import (
     ForwardWrappers,
@@ -43,7 +42,7 @@ from memfine_fx.capture.implementation import switch_experts
 from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
-from memfine_fx.capture.ranks import captured_on_ranks
+from memfine_fx.capture.ranks import captured_on_ranks, kept_whole
 from memfine_fx.capture.structure import FoundAgain, may_hold_experts
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
@@ -176,7 +175,7 @@ class OptimizedCall:
             result = compiled(place, *args, **kwargs)
         self.has_run = True
         if not session.diagnostics.has_warned and not session.has_chunked:
-            from memfine_fx.compiler.telling import warn_without_regions
+            from memfine_fx.compiler.logs import warn_without_regions
 
             warn_without_regions(session)
         return result

@@ -47,6 +47,7 @@ from memfine_fx.compat.interpreter import CompiledCall, compiled_call
 from memfine_fx.compat.tensors import is_quantized, tree_map
 from memfine_fx.compat.transformers import without_recorder
 from memfine_fx.compiler.captured_graph import LoweredRegion
+from memfine_fx.compiler.logs import silenced
 from memfine_fx.compiler.own_code_runs import (
     ALIKE,
     MOST_BYTES,
@@ -66,7 +67,6 @@ from memfine_fx.compiler.own_code_runs import (
     stopping_at,
 )
 from memfine_fx.compiler.session import Session
-from memfine_fx.compiler.telling import silenced
 from memfine_fx.errors import GuardRefused, Reason
 from memfine_fx.passes.dataflow import clean_module_path, node_value
 from memfine_fx.passes.ops import CHOOSERS, SORTS, name_of, target_name

@@ -7,6 +7,7 @@ that region as the user wrote it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,10 @@ from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.compiled_graph import CompiledGraph
 from memfine_fx.compiler.heads import lower_heads, plan_heads
 from memfine_fx.compiler.inner import compile_plain
+from memfine_fx.compiler.logs import dump_graph, log_regions, observed_passes
 from memfine_fx.compiler.regions import lower_regions, plan_regions
 from memfine_fx.compiler.session import Session
-from memfine_fx.compiler.telling import dump_graph, observed_passes, tell_found
-from memfine_fx.compiler.verifier import verify_found
+from memfine_fx.compiler.verifier import verify_graph
 from memfine_fx.errors import MemfineError
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.runtime.returned import attaching
@@ -57,21 +58,21 @@ def _compile(
     instead = session.observer.on_capture(graph_module, example_inputs, session, record)
     if instead is not None:
         return instead
-    body_regions = [
+    bodies = list(called_bodies(graph_module))
+    outcomes = [
         plan_regions(body, modes, session, record, example_inputs if body is graph_module else (), compile_graph)
-        for body, modes in list(called_bodies(graph_module))
+        for body, modes in bodies
     ]
     with session.diagnostics.timed("heads"):
         record.heads.extend(plan_heads(graph_module, session, record))
     if config.verify:
-        body_regions = verify_found(graph_module, example_inputs, body_regions, record)
-    for regions in body_regions:
-        record.outcomes.extend(regions.outcomes)
+        outcomes = verify_graph(graph_module, example_inputs, bodies, outcomes, record)
+    record.outcomes.extend(itertools.chain(*outcomes))
     lower_heads(graph_module, record, config)  # first: what they read may be a region's exit
-    for regions in body_regions:
-        lower_regions(regions, session)
+    for (body, _), of_body in zip(bodies, outcomes, strict=True):
+        lower_regions(body, of_body, session)
     dump_graph(graph_module, session, "rewritten")
-    tell_found(graph_module, session, record)
+    log_regions(graph_module, session, record)
     run = session.observer.on_lowered(graph_module, example_inputs, session, record)
     if run is None and (not record.lowered or config.inner_backend == "eager"):
         run = compile_plain(graph_module, example_inputs, config.inner_backend, session.mode)

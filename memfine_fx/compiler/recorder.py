@@ -31,12 +31,11 @@ from memfine_fx.memory.wrapper_code import read_wrapper
 from memfine_fx.passes.dataflow import tensor_of
 from memfine_fx.passes.step.fit import Uniform
 from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values, partitioned_as_is
-from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.passes.step.save import save_all_rows
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.runs import MemoryContext, Run
+from memfine_fx.plan.runs import Run
 
 __all__ = ["PlainRecorder", "Reads", "Recorder", "record_plain"]
 
@@ -80,7 +79,7 @@ class Recorder(Observer):
     def note(self, record: CapturedGraph, plan: str, step: GraphStep) -> None:
         self.recorded.setdefault(record, {})[plan] = step
 
-    def note_partition(self, record: CapturedGraph, step: GraphStep, plan: str, partition: Partition) -> None:
+    def note_partition(self, record: CapturedGraph, step: GraphStep, plan: str, partition: GraphStep) -> None:
         """Note the estimate of a graph's step under a plan, from the partition that the plan chooses."""
         other = GraphStep(step.regions, step.sizes, heads=step.heads)
         take_estimate(other, lambda: None, partition)
@@ -118,7 +117,7 @@ class RecordedGraph(CompiledGraph):
         self._compile_one = functools.partial(_read_alone, recorder.reads)
         super().__init__(graph_module, inputs, session, record)
 
-    def _chosen(self, run: Run, again: object) -> CompiledPartition:
+    def _chosen(self, run: Run) -> CompiledPartition:
         return self._partitions[0]  # whoever reads the record refuses
 
     def _compile(
@@ -161,7 +160,7 @@ class RecordedGraph(CompiledGraph):
         return _WatchedPartitioner(partitioner, others)
 
     def _budget(self, plan: str, step: GraphStep) -> GraphBudget:
-        context = MemoryContext(RunMemory(step, dict(step.sizes)), _BUDGETS[plan])
+        context = RunMemory(step, dict(step.sizes), available_bytes=_BUDGETS[plan])
         return GraphBudget(self._session.steps, context, tensor_of(self._record.lowered[0].region.hidden))
 
     def _rates(self) -> Callable[[], DeviceRates] | None:
@@ -196,7 +195,7 @@ def record_plain(
     step: GraphStep,
     in_backward: BackwardContext,
     shares: Mapping[str, float] = MappingProxyType({}),
-    note: Callable[[str, Partition], None] = lambda name, partition: None,
+    note: Callable[[str, GraphStep], None] = lambda name, partition: None,
 ) -> Callable[..., Any]:
     """Record what torch.compile makes of a graph, and return what runs the graph without building code.
 

@@ -1,66 +1,54 @@
-"""A body's regions through read, check, plan and lower; `heads` does the same for its heads."""
+"""A body's regions through read, check, plan and lower; `heads` does the same for its heads.
+
+Dynamo's flags let data-dependent shapes into a graph, and an attempt under them is accepted only if none is left over
+outside of regions. Without the flags the loop over experts is outside the graph, where nothing says why it was not
+chunked; the attempt said so. So the refusals of the attempt are stored, and reported in the place of graph breaks.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
-from memfine_fx.compiler.leftovers import as_told_by_attempts, check_leftover_shapes
 from memfine_fx.compiler.own_code import compare_with_own_code
 from memfine_fx.compiler.own_code_runs import CompileGraph
 from memfine_fx.compiler.session import Session, next_region_id
 from memfine_fx.config import Config
-from memfine_fx.errors import CannotChunk, Reason
+from memfine_fx.errors import CannotChunk, GuardRefused, LeftoverShapes, Reason
 from memfine_fx.kernels.choice import why_compiled_functions_run
 from memfine_fx.kernels.experts import KernelExperts
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.step import RegionMemory
-from memfine_fx.passes.dataflow import Dataflow, refusal_of, tensor_of
-from memfine_fx.passes.lower.arguments import argument_specs, wanted_gradients
-from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.dataflow import Dataflow, has_unbacked_shape, is_only_asserted, provenance, refusal_of, tensor_of
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction, compiled_expert_for
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.passes.lower.region import lower_region
-from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, sharded_experts, tell_why_gathered
-from memfine_fx.passes.lower.terms import num_tokens_hint, num_tokens_of, region_bytes
+from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, say_why_gathered, sharded_experts
+from memfine_fx.passes.lower.terms import argument_specs, num_tokens_hint, num_tokens_of, region_bytes, wanted_gradients
 from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.read.dropped import drop_unread_ids
-from memfine_fx.passes.read.guards import discharge_guards, refuse_guards
+from memfine_fx.passes.read.guards import GUARDED, OpenCut, discharge_guards, is_total, refuse_guards
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
-from memfine_fx.plan.knee import measured_knee
+from memfine_fx.plan.rates import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
 from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 
-__all__ = ["BodyRegions", "lower_regions", "plan_regions", "read_bodies"]
+__all__ = ["check_leftover_shapes", "lower_regions", "plan_regions", "read_compiled_code", "with_reasons_of_attempts"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BodyRegions:
-    """Regions and refusals of one body of a captured graph.
-
-    Args:
-        body: the graph itself, or that of a higher-order op in it.
-        modes: in which it begins.
-        outcomes: its regions and refusals, in graph order.
-    """
-
-    body: fx.GraphModule
-    modes: Modes
-    outcomes: list[LoweredRegion | Refusal]
 
 
 def plan_regions(
@@ -70,15 +58,18 @@ def plan_regions(
     record: CapturedGraph,
     inputs: Sequence[object],
     compile_graph: CompileGraph,
-) -> BodyRegions:
-    """The regions of one body, each with the op's counterpart; but for ids of masks, the graph is as it was.
+) -> list[LoweredRegion | Refusal]:
+    """Return the regions and refusals of one body in graph order, each region with the op's counterpart; but for ids of
+    masks, the graph is as it was.
 
     Args:
+        body: a captured graph, or that of a higher-order op in it.
+        modes: in which it begins.
         inputs: of the body in the call that is being compiled; () where they are not known.
         compile_graph: compiles the captured graph of a layer alone, for the comparison with its own code.
 
     Raises:
-        LeftoverShapes: see `leftovers`.
+        LeftoverShapes: data-dependent shapes are in no region; the attempt that let them in is given up.
         GuardRefused: a loop that skips experts without rows cannot be run for all of them.
     """
     with session.diagnostics.timed("read"):
@@ -98,41 +89,43 @@ def plan_regions(
         outcomes = [*own_exchanges(body.graph), *outcomes]
     if session.capture_flags:
         check_leftover_shapes(body, outcomes, session.diagnostics.refused_in_attempts, cuts)
-    return BodyRegions(body, modes, as_told_by_attempts(outcomes, session.diagnostics.refused_in_attempts))
+    return with_reasons_of_attempts(outcomes, session.diagnostics.refused_in_attempts)
 
 
-def lower_regions(found: BodyRegions, session: Session) -> None:
+def lower_regions(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], session: Session) -> None:
     """Rewrite the regions of one body."""
-    run_pass("regions", found.body, lambda: _lower(found, session), None)
+    run_pass("regions", body, lambda: _lower(body, outcomes, session), None)
 
 
-def _lower(found: BodyRegions, session: Session) -> None:
-    lowered = [outcome for outcome in found.outcomes if isinstance(outcome, LoweredRegion)]
+def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], session: Session) -> None:
+    lowered = [outcome for outcome in outcomes if isinstance(outcome, LoweredRegion)]
     if lowered and session.observer.lowers:
-        flow = Dataflow(found.body.graph)
+        flow = Dataflow(body.graph)
         for outcome in reversed(lowered):  # last first: a region may feed the next one
             live = outcome.live
             table_shape = None if live.exchange is None else live.exchange.table_shape
             lower_region(
-                found.body, outcome.region, live.region_id, flow=flow, table_shape=table_shape,
+                body, outcome.region, live.region_id, flow=flow, table_shape=table_shape,
                 routes_on_device=live.kernels is not None,
             )  # fmt: skip
         if any(outcome.live.exchange is not None for outcome in lowered):
-            drop_unread_tables(found.body)
-        found.body.graph.lint()
-        found.body.recompile()
-    drop_unread_ids(found.body)
-    restore_tables(found.body)
+            drop_unread_tables(body)
+        body.graph.lint()
+        body.recompile()
+    drop_unread_ids(body)
+    restore_tables(body)
     if session.observer.lowers:
-        refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]
-        tell_why_gathered(found.body.graph, refusals)
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+        say_why_gathered(body.graph, refusals)
 
 
-def read_bodies(session: Session) -> None:
-    """Take the peaks of all bodies of a session from the code that would be compiled, where nothing is to be built."""
+def read_compiled_code(session: Session) -> None:
+    """Take the peaks of all compiled functions of a session from the code that would be compiled, where nothing is to
+    be built.
+    """
     for lowered in session.lowered:
-        if isinstance(lowered.live.bodies, ExpertBodies):
-            lowered.live.bodies.read_code()
+        if isinstance(lowered.live.compiled_expert, CompiledExpertFunction):
+            lowered.live.compiled_expert.read_code()
 
 
 def _checked_and_planned(
@@ -143,12 +136,14 @@ def _checked_and_planned(
         return region
     try:
         with session.diagnostics.timed("plan"):
-            bodies = _bodies(region, session.config)
-            bodies.backward(wanted_gradients(region, bodies))  # traces it, which the check would else be timed for
+            compiled_expert = _compiled_expert(region, session.config)
+            compiled_expert.backward(
+                wanted_gradients(region, compiled_expert)
+            )  # traces it, which the check would else be timed for
         with session.diagnostics.timed("check"):
-            uncompared = _check(region, bodies, modes[region.cut.exit], session.config)
+            uncompared = _check(region, compiled_expert, modes[region.cut.exit], session.config)
         with session.diagnostics.timed("plan"):
-            region, live = _plan(region, bodies, session, record)
+            region, live = _plan(region, compiled_expert, session, record)
         picture = session.observer.picture_of(region)
         return LoweredRegion(region, live, num_tokens_hint(region), graph=picture, uncompared=uncompared)
     except CannotChunk as refusal:
@@ -160,10 +155,10 @@ def _checked_and_planned(
         )
 
 
-def _check(region: MoERegion, bodies: ExpertBodies, modes: Modes, config: Config) -> str:
-    """See `passes.verify.gradient_check`; an expert's own body stands for one over several experts."""
-    single_bodies = _build_bodies(region, config, takes_group=False) if bodies.takes_group else bodies
-    return check_gradients(region, single_bodies, modes)
+def _check(region: MoERegion, compiled_expert: CompiledExpertFunction, modes: Modes, config: Config) -> str:
+    """See `passes.verify.gradient_check`; one expert's compiled function stands for one over several experts."""
+    single_expert = _build_expert(region, config, takes_group=False) if compiled_expert.takes_group else compiled_expert
+    return check_gradients(region, single_expert, modes)
 
 
 def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
@@ -183,29 +178,31 @@ def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | R
 
 
 def _plan(
-    region: MoERegion, bodies: ExpertBodies, session: Session, record: CapturedGraph
+    region: MoERegion, compiled_expert: CompiledExpertFunction, session: Session, record: CapturedGraph
 ) -> tuple[MoERegion, LiveRegion]:
     """The region as it lowers, and how its plan will be chosen once T is known."""
     config = session.config
     output = tensor_of(region.cut.exit)
     chunk_rows = config.rows_per_chunk or KNEE_ROWS.get(output.device.type, KNEE_ROWS["cuda"])
-    region, exchange = sharded_experts(region, bodies.key, config.axis, chunk_rows, bodies.flops_per_row)
-    form, why_bodies = bodies.kernel_form, "experts on several ranks"
+    region, exchange = sharded_experts(
+        region, compiled_expert.key, config.axis, chunk_rows, compiled_expert.flops_per_row
+    )
+    form, why_compiled = compiled_expert.kernel_form, "experts on several ranks"
     if exchange is None:
         tensors = [tensor_of(node) for node in (region.hidden, *region.params)]
-        why_bodies = why_compiled_functions_run(form, tensors, region.dims.top_k, config.axis)
-    kernels = None if form is None or why_bodies else KernelExperts(form)
+        why_compiled = why_compiled_functions_run(form, tensors, region.dims.top_k, config.axis)
+    kernels = None if form is None or why_compiled else KernelExperts(form)
     form = None if kernels is None else kernels.form
-    # Bodies know more once they are compiled.
-    terms_of = functools.partial(region_bytes, region, bodies, output, exchange, form)
+    # Compiled functions know more once they are compiled.
+    terms_of = functools.partial(region_bytes, region, compiled_expert, output, exchange, form)
     terms = terms_of("nothing")  # traces them now, outside of any other compilation
     if config.rows_per_chunk is None and session.observer.runs_here:
         knee = measured_knee(terms, tensor_of(region.hidden).dtype)
         terms_of = functools.partial(_with_knee, terms_of, knee)
-    region_id = next_region_id(bodies.key)
+    region_id = next_region_id(compiled_expert.key)
     live = LiveRegion(
         region_id=region_id,
-        bodies=bodies,
+        compiled_expert=compiled_expert,
         num_experts=region.dims.num_experts,
         top_k=region.dims.top_k,
         out_dtype=output.dtype,
@@ -215,42 +212,103 @@ def _plan(
         warn=functools.partial(session.diagnostics.warn_of_failure, region.where),
         exchange=exchange,
         kernels=kernels,
-        runs_in=_runs_in(why_bodies, output.device),
+        runs_in=_runs_in(why_compiled, output.device),
         name=region.where.module or str(region.where),
         context=session.steps.context_key,
         leaves_idle=config.idle_gradients == "none",
     )
     register(live)
-    record.step.regions[region_id] = RegionMemory(terms_of, num_tokens_of(region), config.axis, lambda: bodies.revision)
+    record.step.regions[region_id] = RegionMemory(
+        terms_of, num_tokens_of(region), config.axis, lambda: compiled_expert.revision
+    )
     return region, live
 
 
-def _runs_in(why_bodies: str, device: torch.device) -> str:
-    if not why_bodies:
+def _runs_in(why_compiled: str, device: torch.device) -> str:
+    if not why_compiled:
         return "GPU kernels"
-    return f"bodies ({why_bodies})" if device.type == "cuda" else ""
+    return f"compiled functions ({why_compiled})" if device.type == "cuda" else ""
 
 
 def _with_knee(terms_of: Callable[[SavePolicy], RegionBytes], knee: int | None, policy: SavePolicy) -> RegionBytes:
     return replace(terms_of(policy), knee_rows=knee)
 
 
-def _bodies(region: MoERegion, config: Config) -> ExpertBodies:
-    """Bodies over a chunk's range of experts where that is possible and pays, else over one expert."""
+def _compiled_expert(region: MoERegion, config: Config) -> CompiledExpertFunction:
+    """Return compiled functions over a chunk's range of experts where that is possible and pays, else over one."""
     specs = argument_specs(region)
     may_lift = specs[0].device.type == "cuda" and config.axis == "rows" and not is_disabled("lift")
     if may_lift and can_lift(region.expert_fn, specs):
         try:
-            return _build_bodies(region, config, takes_group=True)
+            return _build_expert(region, config, takes_group=True)
         except CannotChunk as refusal:
             log.info("experts run one by one at %s: %s", region.where, refusal)
-    return _build_bodies(region, config, takes_group=False)
+    return _build_expert(region, config, takes_group=False)
 
 
-def _build_bodies(region: MoERegion, config: Config, *, takes_group: bool) -> ExpertBodies:
-    return bodies_for(
+def _build_expert(region: MoERegion, config: Config, *, takes_group: bool) -> CompiledExpertFunction:
+    return compiled_expert_for(
         region.expert_fn,
         argument_specs(region),
         takes_group=takes_group,
         inner=config.inner_backend,
     )
+
+
+def check_leftover_shapes(
+    body: fx.GraphModule,
+    outcomes: Sequence[LoweredRegion | Refusal],
+    whole_layers: list[Refusal],
+    cuts: Sequence[OpenCut] = (),
+) -> None:
+    """Refuse an attempt that helped nothing here, or that runs skipped bodies which may raise without rows.
+
+    Data-dependent shapes beside a loop that was raised are left to the compiler: it fails now or never.
+
+    Args:
+        whole_layers: extended by the refusals of layers that the attempt saw whole.
+        cuts: that only a region proves which swallows them.
+
+    Raises:
+        LeftoverShapes: the attempt is given up.
+        GuardRefused: a rewritten loop is not proved.
+    """
+    lowered = [outcome for outcome in outcomes if isinstance(outcome, LoweredRegion)]
+    has_loop = any(outcome.region.family == "loops" for outcome in lowered)
+    swallowed = {node for outcome in lowered for node in outcome.region.cut.nodes}
+    for cut in cuts:
+        if not swallowed.issuperset(cut.nodes):
+            raise cut.refusal
+    _check_rewritten(body.graph, swallowed)
+    for node in body.graph.nodes:
+        may_raise = GUARDED in node.meta and not is_total(node)
+        is_left = may_raise or (not has_loop and has_unbacked_shape(node))
+        if node not in swallowed and is_left and not is_only_asserted(node):
+            refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+            whole_layers.extend(
+                refusal for refusal in refusals if refusal.reason not in (Reason.GRAPH_BREAK, Reason.NO_EXPERTS)
+            )
+            reason = f"; refused: {'; '.join(refusal.details for refusal in refusals)}" if refusals else ""
+            raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
+
+
+def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node]) -> None:
+    """Refuse rewritten loops of a module in which nothing is chunked: nobody compares them with the code as written."""
+    chunked = {node.meta[GUARDED][1] for node in swallowed if GUARDED in node.meta}
+    for node in graph.nodes:
+        where, module = node.meta.get(GUARDED, ("", ""))
+        if where and module not in chunked:
+            raise GuardRefused("its experts are in no chunked layer", where, module)
+
+
+def with_reasons_of_attempts(
+    outcomes: Sequence[LoweredRegion | Refusal], whole_layers: Sequence[Refusal]
+) -> list[LoweredRegion | Refusal]:
+    """Outcomes in which a graph break before the experts is what an attempt without that break refused them for."""
+    return [_explain(outcome, whole_layers) if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
+
+
+def _explain(refusal: Refusal, whole_layers: Sequence[Refusal]) -> Refusal:
+    layer = refusal.where.module.rpartition(".")[0]  # a router and its experts stand in one module
+    of_layer = [candidate for candidate in whole_layers if not layer or candidate.where.module.startswith(f"{layer}.")]
+    return of_layer[0] if of_layer and refusal.reason is Reason.GRAPH_BREAK else refusal

@@ -25,8 +25,7 @@ from memfine_fx.plan.budget import budget_bytes, describe_budget, device_of
 from memfine_fx.records import MoERegion, Refusal, Where
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
-from memfine_fx.report.reports import Report
-from memfine_fx.report.summary import by_reason, first_step_line, unchunked_layers
+from memfine_fx.report.reports import Report, by_reason, first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
 __all__ = [
@@ -318,12 +317,12 @@ def outcome_report(outcome: LoweredRegion | Refusal) -> RegionReport:
         num_ranks=1 if live.exchange is None else live.exchange.table_shape[0],
         rounds=live.rounds,
         num_added=live.num_added,
-        body_key=live.bodies.key,
+        body_key=live.compiled_expert.key,
         verified_error=_verified_error(outcome),
         graph=outcome.graph,
         uncompared=outcome.uncompared,
         not_compared_with_code=outcome.not_compared_with_code,
-        makes_tables=_made_tables(region, live.bodies.num_factored),
+        makes_tables=_made_tables(region, live.compiled_expert.num_factored),
         why_expanded=outcome.region.why_expanded,
         runs_in=live.runs_in,
     )

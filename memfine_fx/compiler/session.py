@@ -101,19 +101,9 @@ class Session:
         self.steps = StepState(self.config, self.graphs, self.diagnostics.timed, self.observer.runs_here)
 
     @property
-    def has_chunked_last(self) -> bool:
-        """Whether the graph that was compiled last holds a region that was lowered."""
-        return bool(self.graphs) and any(isinstance(outcome, LoweredRegion) for outcome in self.graphs[-1].outcomes)
-
-    @property
     def has_chunked(self) -> bool:
         """Whether any region was lowered so far."""
         return any(isinstance(outcome, LoweredRegion) for outcome in self.outcomes)
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether any of its graphs reads a living parameter."""
-        return any(graph.alive_parameters() for graph in self.graphs)
 
     @property
     def outcomes(self) -> list[LoweredRegion | Refusal]:

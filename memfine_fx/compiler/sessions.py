@@ -1,10 +1,22 @@
-"""All sessions of this process, and the hook by which they learn of optimizers' steps."""
+"""All sessions of this process, and the hook by which they learn of optimizers' steps.
+
+MEMFINE_LOGS writes what the compiler found and planned to stderr (TORCH_TRACE has the same as records of a
+compilation):
+
+    MEMFINE_LOGS=passes,plans python train.py
+
+`passes` names every region and refusal when its graph is compiled, `plans` every plan when it is chosen. Both are
+loggers of Python's `logging` ("memfine_fx.passes", "memfine_fx.plans") at INFO, for programs that set up their own.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import sys
 import threading
 import weakref
+from typing import TextIO
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -12,10 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfine_fx.compat.checks import warn_outside_tested_range
 from memfine_fx.compiler.reporting import log_first_step
 from memfine_fx.compiler.session import Observer, Session
-from memfine_fx.config import Config
-from memfine_fx.report.logs import set_up_logs
+from memfine_fx.config import Config, log_names
 
-__all__ = ["open_session", "sessions"]
+__all__ = ["open_session", "sessions", "set_up_logs"]
 
 _all_sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 _owners: weakref.WeakKeyDictionary[
@@ -80,3 +91,27 @@ def _note_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -
             part = session if session.holds_compiled else session.restricted_to(parameters)
             if part is not None and session.diagnostics.is_first_line(part.models):
                 log_first_step(part)
+
+
+_LOGS = {"passes": "memfine_fx.passes", "plans": "memfine_fx.plans"}
+
+
+def set_up_logs() -> None:
+    """Let the logs that MEMFINE_LOGS names reach stderr; calling it again changes nothing.
+
+    Raises:
+        ConfigError: MEMFINE_LOGS names something else.
+    """
+    for name in log_names(tuple(_LOGS)):
+        logger = logging.getLogger(_LOGS[name])
+        if not any(isinstance(handler, _Handler) for handler in logger.handlers):
+            logger.addHandler(_Handler(sys.stderr))
+            logger.setLevel(logging.INFO)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """A handler of memfine_fx, as a class of its own so that a user's handler is not taken for it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.setFormatter(logging.Formatter("[%(name)s] %(message)s"))

@@ -12,21 +12,21 @@ from torch import fx
 
 from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, added_bytes
-from memfine_fx.passes.lower.bodies import ExpertBodies, bodies_for
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction, compiled_expert_for
 from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.plan.layer import LayerSizes, LayerWork
 from memfine_fx.records import ExpertFunction, SavePolicy
-from memfine_fx.runtime.bodies import SavingBodies
+from memfine_fx.runtime.compiled_expert import SavingFunctions
 
 __all__ = ["layer_bytes", "layer_work"]
 
 
 def layer_bytes(sizes: LayerSizes) -> RegionBytes:
-    """Return the layer's byte terms where forward saves nothing, from bodies that are compiled for them."""
+    """Return the layer's byte terms where forward saves nothing, from compiled functions that are compiled for them."""
     hidden, width, num_experts, dtype = sizes.hidden, sizes.expert_width, sizes.num_experts, sizes.dtype
     place = torch.device(sizes.device)
-    bodies = _bodies(sizes)
-    forward, backward = bodies.forward(), bodies.backward(_ALL_WANTED)
+    compiled_expert = _compiled_expert(sizes)
+    forward, backward = compiled_expert.forward(), compiled_expert.backward(_ALL_WANTED)
     is_low_precision = dtype is not torch.float32
     num_weights = 3 * width * hidden
     return RegionBytes(
@@ -45,7 +45,7 @@ def layer_bytes(sizes: LayerSizes) -> RegionBytes:
         forward_peak=forward.peak_bytes,
         backward_peak=backward.peak_bytes,
         takes_group=False,
-        flops_per_row=bodies.flops_per_row,
+        flops_per_row=compiled_expert.flops_per_row,
         forward_results=forward.results_bytes,
         backward_results=backward.results_bytes,
         product_scratch=gradient_scratch([(2 * width, hidden)], dtype, place.type),
@@ -60,12 +60,12 @@ def layer_work(sizes: LayerSizes, policy: SavePolicy) -> LayerWork:
         sizes: of the layer.
         policy: the activations that forward saves for backward, which recomputes the rest.
     """
-    bodies = _bodies(sizes)
-    again = _saving(bodies, "projections").flops_per_row
+    compiled_expert = _compiled_expert(sizes)
+    again = _saving(compiled_expert, "projections").flops_per_row
     region = layer_bytes(sizes)
     if policy == "nothing":
-        return LayerWork(region, 0, 3 * bodies.flops_per_row + again)
-    saving = _saving(bodies, policy)
+        return LayerWork(region, 0, 3 * compiled_expert.flops_per_row + again)
+    saving = _saving(compiled_expert, policy)
     region = replace(
         region,
         forward_peak=saving.forward.peak_bytes,
@@ -73,11 +73,11 @@ def layer_work(sizes: LayerSizes, policy: SavePolicy) -> LayerWork:
         forward_results=saving.forward.results_bytes,
         backward_results=saving.backward.results_bytes,
     )
-    return LayerWork(region, saving.row_bytes, 3 * bodies.flops_per_row + again - saving.flops_per_row)
+    return LayerWork(region, saving.row_bytes, 3 * compiled_expert.flops_per_row + again - saving.flops_per_row)
 
 
-def _saving(bodies: ExpertBodies, policy: SavePolicy) -> SavingBodies:
-    saving = bodies.saving(policy, _ALL_WANTED)
+def _saving(compiled_expert: CompiledExpertFunction, policy: SavePolicy) -> SavingFunctions:
+    saving = compiled_expert.saving(policy, _ALL_WANTED)
     assert saving is not None, "a SwiGLU expert has projections to save"
     return saving
 
@@ -85,7 +85,7 @@ def _saving(bodies: ExpertBodies, policy: SavePolicy) -> SavingBodies:
 _ALL_WANTED = (True, True, True, True)
 
 
-def _bodies(sizes: LayerSizes) -> ExpertBodies:
+def _compiled_expert(sizes: LayerSizes) -> CompiledExpertFunction:
     hidden, width, dtype, place = sizes.hidden, sizes.expert_width, sizes.dtype, torch.device(sizes.device)
     specs = (
         TensorSpec((hidden,), dtype, place, per_row=True),
@@ -94,7 +94,7 @@ def _bodies(sizes: LayerSizes) -> ExpertBodies:
         TensorSpec((hidden, width), dtype, place),
     )
     function = ExpertFunction(fx.symbolic_trace(_swiglu_expert), has_weight=True, param_kinds=("expert", "expert"))
-    return bodies_for(function, specs, takes_group=False, inner="inductor")
+    return compiled_expert_for(function, specs, takes_group=False, inner="inductor")
 
 
 def _swiglu_expert(rows: torch.Tensor, weight: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

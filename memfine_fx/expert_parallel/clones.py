@@ -1,9 +1,9 @@
-"""Replicate experts for one walk of a layer: receive other ranks' weights in replica slots, send gradients back.
+"""Replicate experts in one pass of a layer: receive other ranks' weights in replica slots, send gradients back.
 
 A slot is one row of an expert weight [slots,...] that is laid out like the rank's own. The expert's owner fills it,
 directly from its weight into the slot, in forward and again in backward, since the copies are not saved. Weights travel
 while the first round's rows do and while a rank's own experts compute. Gradients of clones are summed in fp32 on the
-rank that computes them. They return at the end of the walk, and the owner adds them one after the other in the order of
+rank that computes them. They return at the end of the pass, and the owner adds them one after the other in the order of
 the plan, so that every run adds in the same order. Frozen parameters have none.
 """
 
@@ -16,14 +16,14 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from memfine_fx.expert_parallel.arrival import wait_for
+from memfine_fx.expert_parallel.all_to_all import wait_for
 from memfine_fx.expert_parallel.exchange import Exchange, Place, failing_at
 from memfine_fx.expert_parallel.placement import Placement
-from memfine_fx.expert_parallel.spread import Spread
+from memfine_fx.expert_parallel.replication import Spread
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.loop import accumulator_dtype
 
-__all__ = ["Clones", "Slots", "bytes_of_clones", "can_clone"]
+__all__ = ["Clones", "ReplicaSlots", "bytes_of_clones", "can_clone"]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def bytes_of_clones(numbers: int, dtype: torch.dtype, slots: int, num_own: int, 
 
 
 @dataclass
-class Slots:
-    """The replica slots of a rank in one walk, whose weights may still be in flight.
+class ReplicaSlots:
+    """The replica slots of a rank in one pass, whose weights may still be in flight.
 
     Args:
         tables: parameters of the slots, by parameter of the expert function.
@@ -86,7 +86,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Clones:
-    """The clones of one layer in one walk, as one rank sees them.
+    """The clones of one layer in one pass, as one rank sees them.
 
     Args:
         exchange: the collectives of the layer.
@@ -131,7 +131,7 @@ class Clones:
         """Return how many slots of this rank hold a clone: the first ones."""
         return sum(expert >= 0 for expert in self.spread.clones_on(self.rank))
 
-    def fetch(self, phase: str) -> Slots:
+    def fetch(self, phase: str) -> ReplicaSlots:
         """Start to fill this rank's slots and those of ranks that clone its experts; all those ranks must call it."""
         slots = [
             [_table_like(group[0], self.num_used)] if kind == "expert" else group
@@ -148,7 +148,7 @@ class Clones:
                 sent += [(_flat(own[move.expert - self._first]), move.rank) for own, _ in tables]
             if move.rank == self.rank:
                 received += [(_flat(slot[move.slot]), move.owner) for _, slot in tables]
-        return Slots(slots, self.exchange, self._place(phase), self._begin(sent, received, phase))
+        return ReplicaSlots(slots, self.exchange, self._place(phase), self._begin(sent, received, phase))
 
     def open_gradients(
         self, slots: Sequence[Sequence[torch.Tensor]], own: Sequence[ParamGradient | None]

@@ -35,10 +35,10 @@ __all__ = [
     "Place",
     "Table",
     "announce",
+    "announcing_failure",
     "as_bytes",
     "gather_rows",
     "gather_table",
-    "telling_failure",
     "widen",
 ]
 
@@ -184,7 +184,7 @@ def announce(exchange: Exchange, own: Announcement, place: Place) -> None:
 
 
 @contextlib.contextmanager
-def telling_failure(exchange: Exchange, place: Place) -> Iterator[None]:
+def announcing_failure(exchange: Exchange, place: Place) -> Iterator[None]:
     """Announce to the waiting ranks that this rank stopped, where it fails before its own announcement."""
     try:
         yield

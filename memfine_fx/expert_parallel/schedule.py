@@ -2,26 +2,26 @@
 
 Terms
     counts      [ep,E]: rows that each source rank has for each expert
-    walk        the rows of one destination in (expert, source) order: one number line per destination
-    position    a place on the walks, [ep]: how many rows each destination has received so far
-    round       walks advance by at most R rows, here of a round; what arrives is computed before the next round
-    leg         one all-to-all; a round has several only where a source would have to stage too many rows at once
+    row order   the rows of one destination in (expert, source) order: one number line per destination
+    position    a place in the row orders, [ep]: how many rows each destination has received so far
+    round       positions advance by at most R rows, here of a round; what arrives is computed before the next round
+    all-to-all  a round has several only where a source would have to stage too many rows at once
 
-1. A destination's walk is its experts in order, each expert's rows in blocks, each block source by source, its own
+1. A destination's row order is its experts in order, each expert's rows in blocks, each block source by source, its own
    first and then the next rank's and so on: with even routing every source sends to another destination at any time,
-   and about R rows a round. A block has an equal part of each source's rows, so that under skew, where walks meet the
-   sources at different times, a leg still has rows of them all; where experts have few rows, each is one block.
-   Experts come one after the other, so their weights are read once and their gradients are complete when the walk has
-   passed.
+   and about R rows a round. A block has an equal part of each source's rows, so that under skew, where positions meet
+   the sources at different times, an all-to-all still has rows of them all; where experts have few rows, each is one
+   block. Experts come one after the other, so their weights are read once and their gradients are complete when the
+   position has passed them.
 2. Round i takes each destination from row i*R to row (i+1)*R. No rank receives more than its R, whatever the routing,
    and the number of rounds is the largest of ceil(rows / R). Where ranks save rows for backward, the first rounds are
    saved, as many as every rank has room for, and those after them have half as many rows: in backward their rows are
    received again beside what is saved, and beside the gradients that are received in any round.
 3. How many rows of (source, expert) have gone at a position is, block by block, a clamp of the position by where they
-   begin on the walk.
-   So the rows of an expert that a source sends in a leg are one range, and all split sizes of all ranks follow.
-4. A round in which a source would stage more than its `max_sent` rows is cut in legs, as few as do, down to one row a
-   destination. Receivers gather the legs of a round in one buffer, and chunks are cut there.
+   begin in the row order.
+   So the rows of an expert that a source sends in an all-to-all are one range, and all split sizes of all ranks follow.
+4. A round in which a source would stage more than its `max_sent` rows is cut in all-to-alls, as few as do, down to one
+   row a destination. Receivers gather the all-to-alls of a round in one buffer, and chunks are cut there.
 
 Every rank computes this from the same gathered matrix. Nothing is agreed upon, so nothing can be disagreed about.
 
@@ -40,7 +40,7 @@ import torch
 
 from memfine_fx.expert_parallel.placement import Placement
 
-__all__ = ["Leg", "Rounds", "Schedule", "TokenSlices"]
+__all__ = ["AllToAll", "Rounds", "Schedule", "TokenSlices"]
 
 _MOST_ENTRIES = 1 << 22
 """Most counts that are processed at once where every source's rows of every round are computed."""
@@ -49,7 +49,7 @@ _MOST_BLOCKS = 6
 
 
 @dataclass(frozen=True)
-class Leg:
+class AllToAll:
     """One exchange, as one rank sees it.
 
     Args:
@@ -79,7 +79,7 @@ class Schedule(Protocol):
     @property
     def num_rounds(self) -> int: ...
 
-    def legs(self, rank: int, number: int) -> list[Leg]:
+    def all_to_alls(self, rank: int, number: int) -> list[AllToAll]:
         """Return the exchanges of round `number` as `rank` sees them."""
         ...
 
@@ -100,7 +100,8 @@ class Rounds:
         counts: [ep,E] int64 on the host.
         placement: of the experts.
         rows_per_round: R, or R of each rank.
-        max_sent: rows that a rank may stage for one leg, or those of each rank, as far as legs can be cut.
+        max_sent: rows that a rank may stage for one all-to-all, or those of each rank, as far as all-to-alls can be
+            cut.
         rooms: rows that each rank can save; empty where nothing is saved.
     """
 
@@ -149,57 +150,57 @@ class Rounds:
         return int(torch.div(self._rooms, self._limits, rounding_mode="floor")[is_short].min())
 
     def _round_begins(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the walks before rounds of these numbers [n]: [n,ep]."""
+        """Return the positions before rounds of these numbers [n]: [n,ep]."""
         saved, later = numbers.clamp(max=self._most_saved), (numbers - self._most_saved).clamp(min=0)
         return saved.unsqueeze(1) * self._limits + later.unsqueeze(1) * self._later_limits
 
     @cached_property
     def _blocks(self) -> torch.Tensor:
         """Return the rows of (source, expert) in each block of the expert's rows, [B,ep,E]."""
-        most, leg = int(self.counts.sum(dim=0).max()) if self.counts.numel() else 0, int(self._max_sent.min())
-        num_blocks = min(_MOST_BLOCKS, max(1, -(-2 * most // max(1, leg))))
+        most, staged = int(self.counts.sum(dim=0).max()) if self.counts.numel() else 0, int(self._max_sent.min())
+        num_blocks = min(_MOST_BLOCKS, max(1, -(-2 * most // max(1, staged))))
         bounds = torch.arange(num_blocks + 1).view(-1, 1, 1)
         return torch.div(bounds * self.counts, num_blocks, rounding_mode="floor").diff(dim=0)
 
     @cached_property
     def _begins(self) -> torch.Tensor:
-        """Return the positions at which rows of (block, source, expert) begin on the owner's walk, [B,ep,E]."""
+        """Return the positions at which rows of (block, source, expert) begin in the owner's row order, [B,ep,E]."""
         num_ranks = self.placement.num_ranks
-        sources = (self._owners.unsqueeze(1) + torch.arange(num_ranks)) % num_ranks  # [E,ep], in walking order
+        sources = (self._owners.unsqueeze(1) + torch.arange(num_ranks)) % num_ranks  # [E,ep], in row order
         order = sources.unsqueeze(1).expand(-1, len(self._blocks), -1)
-        walked = self._blocks.permute(2, 0, 1).gather(2, order)  # [E,B,ep]
-        ends = walked.flatten().cumsum(0).view_as(walked)
-        walk_begins = self.received.cumsum(0) - self.received
-        begins = ends - walked - walk_begins[self._owners].view(-1, 1, 1)
+        ordered = self._blocks.permute(2, 0, 1).gather(2, order)  # [E,B,ep]
+        ends = ordered.flatten().cumsum(0).view_as(ordered)
+        order_begins = self.received.cumsum(0) - self.received
+        begins = ends - ordered - order_begins[self._owners].view(-1, 1, 1)
         return torch.empty_like(begins).scatter_(2, order, begins).permute(1, 2, 0)
 
     def _gone(self, positions: torch.Tensor, sources: slice, experts: slice) -> torch.Tensor:
-        """Return the rows of (source, expert) that are sent before `positions` [P,ep] of the walks: [P,S,E']."""
+        """Return the rows of (source, expert) that are sent before `positions` [P,ep]: [P,S,E']."""
         at = positions[:, self._owners[experts]].unsqueeze(1)
         gone = torch.zeros((), dtype=torch.int64)
         for begins, rows in zip(self._begins[:, sources, experts], self._blocks[:, sources, experts], strict=True):
             gone = gone + torch.minimum((at - begins).clamp_(min=0), rows)
         return gone
 
-    def _positions(self, number: int, num_legs: int) -> torch.Tensor:
-        """Return the positions of the walks before, between and after the legs of a round, [num_legs+1,ep].
+    def _positions(self, number: int, num_all_to_alls: int) -> torch.Tensor:
+        """Return the positions before, between and after the all-to-alls of a round, [num_all_to_alls+1,ep].
 
-        A leg is an equal part of what each rank receives in the round: were it one of R, ranks with fewer rows would
-        all be served by the first legs.
+        An all-to-all is an equal part of what each rank receives in the round: were it one of R, ranks with fewer rows
+        would all be served by the first all-to-alls.
         """
-        parts = torch.arange(num_legs + 1).unsqueeze(1)
+        parts = torch.arange(num_all_to_alls + 1).unsqueeze(1)
         bounds = torch.minimum(self._round_begins(torch.tensor([number, number + 1])), self.received)
-        return bounds[:1] + torch.div(bounds.diff(dim=0) * parts, num_legs, rounding_mode="floor")
+        return bounds[:1] + torch.div(bounds.diff(dim=0) * parts, num_all_to_alls, rounding_mode="floor")
 
-    def num_legs(self, number: int) -> int:
+    def num_all_to_alls(self, number: int) -> int:
         """Return the fewest exchanges of a round in which every source sends at most `max_sent` rows."""
-        return self._num_legs[number]
+        return self._num_all_to_alls[number]
 
     @cached_property
-    def _num_legs(self) -> list[int]:
+    def _num_all_to_alls(self) -> list[int]:
         if bool((self.counts.sum(dim=1).clamp(max=int(self._limits.sum())) <= self._max_sent).all()):
             return [1] * self.num_rounds
-        return [self._fewest_legs(number, most) for number, most in enumerate(self._most_stages())]
+        return [self._fewest_all_to_alls(number, most) for number, most in enumerate(self._most_stages())]
 
     def _most_stages(self) -> list[int]:
         """Return for each round the largest quotient, rounded up, of a source's sent rows and its `max_sent`."""
@@ -214,17 +215,17 @@ class Rounds:
         """Return sent rows over `max_sent`, rounded up, between counts of rows sent by each source [P,ep]: [P-1,ep]."""
         return _ceil_div(gone.diff(dim=0), self._max_sent)
 
-    def _fewest_legs(self, number: int, stages: int) -> int:
+    def _fewest_all_to_alls(self, number: int, stages: int) -> int:
         most_received, everything = int(self._limits.max()), slice(None)
-        num_legs = 1
-        while num_legs < most_received and stages > 1:
-            num_legs = min(max(stages, num_legs + 1 + num_legs // 4), most_received)
-            gone = self._gone(self._positions(number, num_legs), everything, everything).sum(dim=2)
+        num_all_to_alls = 1
+        while num_all_to_alls < most_received and stages > 1:
+            num_all_to_alls = min(max(stages, num_all_to_alls + 1 + num_all_to_alls // 4), most_received)
+            gone = self._gone(self._positions(number, num_all_to_alls), everything, everything).sum(dim=2)
             stages = int(self._stages(gone).max())
-        return num_legs
+        return num_all_to_alls
 
-    def legs(self, rank: int, number: int) -> list[Leg]:
-        return self._seen_by(rank).legs[number]
+    def all_to_alls(self, rank: int, number: int) -> list[AllToAll]:
+        return self._seen_by(rank).all_to_alls[number]
 
     def received_before(self, rank: int, number: int) -> torch.Tensor:
         return self._seen_by(rank).received_before[number]
@@ -237,14 +238,16 @@ class Rounds:
 
     def _view_of(self, rank: int) -> _View:
         own, everything = _slice(self.placement.owned(rank)), slice(None)
-        num_legs = self._num_legs
-        parts = [self._positions(number, legs)[:-1] for number, legs in enumerate(num_legs)]
+        num_all_to_alls = self._num_all_to_alls
+        parts = [self._positions(number, count)[:-1] for number, count in enumerate(num_all_to_alls)]
         positions = torch.cat([*parts, self._round_begins(torch.tensor([self.num_rounds]))])
         sent = self._gone(positions, slice(rank, rank + 1), everything)[:, 0]
         received = self._gone(positions, everything, own)
-        legs = iter(_legs(self.placement, sent, received))
-        firsts = torch.tensor([0, *num_legs]).cumsum(0)
-        return _View(rank, [[next(legs) for _ in range(count)] for count in num_legs], received.sum(dim=1)[firsts])
+        all_to_alls = iter(_all_to_alls(self.placement, sent, received))
+        firsts = torch.tensor([0, *num_all_to_alls]).cumsum(0)
+        return _View(
+            rank, [[next(all_to_alls) for _ in range(count)] for count in num_all_to_alls], received.sum(dim=1)[firsts]
+        )
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ class _View:
     """All rounds as one rank sees them; `received_before` is [rounds+1,E_local]."""
 
     rank: int
-    legs: list[list[Leg]]
+    all_to_alls: list[list[AllToAll]]
     received_before: torch.Tensor
 
 
@@ -271,9 +274,9 @@ class TokenSlices:
     def num_rounds(self) -> int:
         return len(self._bounds) - 1
 
-    def legs(self, rank: int, number: int) -> list[Leg]:
+    def all_to_alls(self, rank: int, number: int) -> list[AllToAll]:
         bounds = self._bounds[number : number + 2]
-        return list(_legs(self.placement, bounds[:, rank], bounds[:, :, _slice(self.placement.owned(rank))]))
+        return list(_all_to_alls(self.placement, bounds[:, rank], bounds[:, :, _slice(self.placement.owned(rank))]))
 
     def received_before(self, rank: int, number: int) -> torch.Tensor:
         return self._bounds[number][:, _slice(self.placement.owned(rank))].sum(dim=0)
@@ -291,10 +294,10 @@ def _slice(experts: range) -> slice:
     return slice(experts.start, experts.stop)
 
 
-def _legs(placement: Placement, sent: torch.Tensor, received: torch.Tensor) -> Iterator[Leg]:
-    """Yield the legs between consecutive counts of rows so far: `sent` [P,E], `received` [P,ep,E_local]."""
-    in_leg = received.diff(dim=0)
+def _all_to_alls(placement: Placement, sent: torch.Tensor, received: torch.Tensor) -> Iterator[AllToAll]:
+    """Yield the all-to-alls between consecutive counts of rows so far: `sent` [P,E], `received` [P,ep,E_local]."""
+    received_in_each = received.diff(dim=0)
     sent_splits = placement.by_rank(sent.diff(dim=0)).tolist()
-    received_splits = in_leg.sum(dim=2).tolist()
+    received_splits = received_in_each.sum(dim=2).tolist()
     for number, splits in enumerate(zip(sent_splits, received_splits, strict=True)):
-        yield Leg(sent[number], sent[number + 1], in_leg[number], *splits)
+        yield AllToAll(sent[number], sent[number + 1], received_in_each[number], *splits)

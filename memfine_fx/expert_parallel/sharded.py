@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from memfine_fx.config import Axis
+from memfine_fx.expert_parallel.all_to_all import Packing
 from memfine_fx.expert_parallel.bandwidth import bandwidth_of, flops_of, links_of
 from memfine_fx.expert_parallel.clones import Clones, can_clone
 from memfine_fx.expert_parallel.exchange import (
@@ -20,22 +21,21 @@ from memfine_fx.expert_parallel.exchange import (
     Exchange,
     Place,
     Table,
+    announcing_failure,
+    gather_rows,
     gather_table,
-    telling_failure,
 )
 from memfine_fx.expert_parallel.groups import ExpertGroup
-from memfine_fx.expert_parallel.packing import Packing
 from memfine_fx.expert_parallel.placement import Placement
+from memfine_fx.expert_parallel.replication import Spread, spread_rows
 from memfine_fx.expert_parallel.replication_costs import ReplicationCosts, choose_replication
-from memfine_fx.expert_parallel.saved import SavedRounds
-from memfine_fx.expert_parallel.schedule import Rounds, Schedule
-from memfine_fx.expert_parallel.slices import agreed_slices
-from memfine_fx.expert_parallel.spread import Spread, spread_rows
-from memfine_fx.expert_parallel.walk import LayerWalk, WalkStats
-from memfine_fx.memory.region_bytes import Travel
+from memfine_fx.expert_parallel.round_loop import RoundLoop, RoundLoopStats, SavedRounds
+from memfine_fx.expert_parallel.schedule import Rounds, Schedule, TokenSlices
+from memfine_fx.memory.closed_form import chunk_count
+from memfine_fx.memory.region_bytes import AllToAllSizes
 from memfine_fx.runtime.loads import RoundStats
 from memfine_fx.runtime.loop import SavedRows
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import Routed, SliceCounter
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["ShardedExperts"]
@@ -66,8 +66,8 @@ class _LatestWay:
     so all ranks know that.
     """
 
-    def __init__(self, placement: Placement, travel: Travel) -> None:
-        self._placement, self._travel = placement, travel
+    def __init__(self, placement: Placement, all_to_all: AllToAllSizes) -> None:
+        self._placement, self._all_to_all = placement, all_to_all
         self._latest: tuple[torch.Tensor, _Way] | None = None
 
     def clones_on(self, rank: int, slots: int) -> tuple[int, ...]:
@@ -81,13 +81,13 @@ class _LatestWay:
         if latest is not None and torch.equal(latest[0], table.rows):
             return latest[1]
         counts, placement, spread, limits = table.counts, self._placement, None, table.limits
-        legs = [self._travel.leg_rows(rows) for rows in limits]
+        staged = [self._all_to_all.staged_rows(rows) for rows in limits]
         plan = None if costs is None else choose_replication(counts, placement, costs, table.slots, table.clones)
         if plan is not None and costs is not None and plan.clones:
             spread = spread_rows(counts, placement, plan, table.slots, costs.node_ranks)
             counts, placement = spread.counts, spread.placement
-            limits = [self._travel.replicated_rows(rows) for rows in limits]
-        way = _Way(Rounds(counts, placement, limits, legs, table.rooms), spread)
+            limits = [self._all_to_all.replicated_rows(rows) for rows in limits]
+        way = _Way(Rounds(counts, placement, limits, staged, table.rooms), spread)
         self._latest = (table.rows.clone(), way)
         return way
 
@@ -125,10 +125,10 @@ class ShardedExperts:
         return bandwidth_of(self.ranks)
 
     @property
-    def travel(self) -> Travel:
+    def all_to_all(self) -> AllToAllSizes:
         """Return the sizes of the all-to-all, whose buffers come on top of the chunk loop's."""
         is_cut = self.axis == "rows"
-        return Travel(
+        return AllToAllSizes(
             self.ranks.num_ranks,
             2 if self.ranks.overlaps else 1,
             self.chunk_rows if is_cut else None,
@@ -141,7 +141,7 @@ class ShardedExperts:
 
     @cached_property
     def _way(self) -> _LatestWay:
-        return _LatestWay(self.placement, self.travel)
+        return _LatestWay(self.placement, self.all_to_all)
 
     def room(self, hidden: torch.Tensor, weight: torch.Tensor | None, num_rows: int) -> list[torch.Tensor]:
         return _packing(hidden, weight).buffers(num_rows, hidden)
@@ -150,7 +150,7 @@ class ShardedExperts:
         self, region: LiveRegion, order: torch.Tensor, offsets: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
         place = Place(self.layer, "counting")
-        with telling_failure(self._exchange, place):
+        with announcing_failure(self._exchange, place):
             region.check_ids(order, offsets)
             plan = region.plan_for(num_tokens)
         room = 0 if plan.policy == "nothing" else num_tokens * region.top_k
@@ -162,21 +162,21 @@ class ShardedExperts:
         return gather_table(self._exchange, offsets, own, place)
 
     def forward(self, region: LiveRegion, routed: Routed, saved: SavedRows | None) -> torch.Tensor:
-        walk = self._walk(region, routed, saved)
+        loop = self._loop(region, routed, saved)
         num_tokens = routed.num_tokens
-        out = walk.forward(region.out_dtype, partial(region.lower, num_tokens))
-        stats = walk.stats
+        out = loop.forward(region.out_dtype, partial(region.lower, num_tokens))
+        stats = loop.stats
         region.plan, region.num_tokens = region.plan_for(num_tokens), num_tokens
         region.num_chunks, region.largest_chunk = stats.num_chunks, stats.largest_chunk
         region.stages_gradients = stats.is_split
         table = Table(routed.offsets, self.ranks.slots)
         received: list[int] = self.placement.by_rank(table.counts.sum(dim=0)).tolist()
-        spread = None if walk.clones is None else walk.clones.spread
+        spread = None if loop.clones is None else loop.clones.spread
         computed = received if spread is None else spread.placement.by_rank(spread.counts.sum(dim=0)).tolist()
         region.rounds = RoundStats(
             num_ranks=self.ranks.num_ranks,
             num_rounds=stats.num_rounds,
-            num_saved=walk.saved.num_rounds,
+            num_saved=loop.saved.num_rounds,
             largest=stats.largest_round,
             received=computed[self.ranks.rank],
             busiest=max(computed),
@@ -195,12 +195,12 @@ class ShardedExperts:
         wanted_params: Sequence[Sequence[bool]],
         saved: SavedRows | None,
     ) -> list[torch.Tensor]:
-        walk = self._walk(region, routed, saved)
+        loop = self._loop(region, routed, saved)
         own_wanted = self._own(region, wanted_params)
         lower = partial(region.lower, routed.num_tokens)
-        grad_hidden, grad_weight, opened = walk.backward(grad, wanted, own_wanted, lower)
+        grad_hidden, grad_weight, opened = loop.backward(grad, wanted, own_wanted, lower)
         gradients = [gradient for gradient in (grad_hidden, grad_weight) if gradient is not None]
-        kinds = region.bodies.param_kinds
+        kinds = region.compiled_expert.param_kinds
         for kind, tensors, flags, param in zip(kinds, routed.params, wanted_params, opened, strict=True):
             own = [] if param is None else param.finish_all()
             if kind != "shared":
@@ -208,28 +208,28 @@ class ShardedExperts:
             gradients += self._among_all(tensors, flags, own) if kind == "each" else own
         return gradients
 
-    def _walk(self, region: LiveRegion, routed: Routed, saved: SavedRows | None) -> LayerWalk:
+    def _loop(self, region: LiveRegion, routed: Routed, saved: SavedRows | None) -> RoundLoop:
         table = Table(routed.offsets, self.ranks.slots)
         rank, way = self.ranks.rank, self._way_of(region, routed, table)
         packing, own = _packing(routed.hidden, routed.flat_weight), self._own(region, routed.params)
         begins, clones = table.begins(rank), None
         if way.spread is not None:
             begins = way.spread.begins(begins, rank)
-            kinds = region.bodies.param_kinds
+            kinds = region.compiled_expert.param_kinds
             clones = Clones(self._exchange, self.layer, rank, way.spread, self.placement, own, kinds)
-        return LayerWalk(
+        return RoundLoop(
             exchange=self._exchange,
             schedule=way.schedule,
             begins=begins,
             rank=rank,
             routed=replace(routed, params=own),
-            bodies=region.bodies,
+            compiled_expert=region.compiled_expert,
             rows=max(1, int(table.counts.sum())) if self.axis == "tokens" else min(table.limits[rank], self.chunk_rows),
             layer=self.layer,
             overlaps=self.ranks.overlaps,
             saved=SavedRounds.of(saved, way.schedule.num_saved, packing, routed.hidden),
             clones=clones,
-            stats=WalkStats(),
+            stats=RoundLoopStats(),
         )
 
     def _way_of(self, region: LiveRegion, routed: Routed, table: Table) -> _Way:
@@ -240,13 +240,15 @@ class ShardedExperts:
 
     def _replication_costs(self, region: LiveRegion, routed: Routed) -> ReplicationCosts | None:
         """Return the costs of replication in this layer, the same on every rank; None where there may be no clones."""
-        bodies = region.bodies
-        if not self.ranks.slots or not can_clone(bodies.param_kinds):
+        compiled_expert = region.compiled_expert
+        if not self.ranks.slots or not can_clone(compiled_expert.param_kinds):
             return None
-        tables = [group[0] for kind, group in zip(bodies.param_kinds, routed.params, strict=True) if kind == "expert"]
+        tables = [
+            group[0] for kind, group in zip(compiled_expert.param_kinds, routed.params, strict=True) if kind == "expert"
+        ]
         elements = [math.prod(table.shape[1:]) for table in tables]
         row = routed.hidden.shape[1] * routed.hidden.element_size()
-        result = bodies.out_width * bodies.contribution_dtype.itemsize
+        result = compiled_expert.out_width * compiled_expert.contribution_dtype.itemsize
         links = links_of(self.ranks)
         return ReplicationCosts(
             row_seconds=_STEP_FLOPS * self.flops_per_row / flops_of(self.ranks),
@@ -265,7 +267,7 @@ class ShardedExperts:
         owned = self.placement.owned(self.ranks.rank)
         return [
             group[owned.start : owned.stop] if kind == "each" else group
-            for kind, group in zip(region.bodies.param_kinds, groups, strict=True)
+            for kind, group in zip(region.compiled_expert.param_kinds, groups, strict=True)
         ]
 
     def _among_all(
@@ -283,3 +285,45 @@ class ShardedExperts:
 def _packing(hidden: torch.Tensor, weight: torch.Tensor | None) -> Packing:
     """Return the column layout of rows and their routing weights."""
     return Packing.of([hidden, *([] if weight is None else [weight.reshape(-1)])])
+
+
+def number_of_slices(table: Table, placement: Placement, bins: Sequence[int] | None) -> int:
+    """Return c, the most slices that any rank asks for."""
+    received: list[int] = placement.by_rank(table.counts.sum(dim=0)).tolist()
+    return max(chunk_count(rows, limit, bins) for rows, limit in zip(received, table.limits, strict=True))
+
+
+def agreed_slices(
+    exchange: Exchange, placement: Placement, table: Table, routed: Routed, bins: Sequence[int] | None, place: Place
+) -> TokenSlices:
+    """Return the paper's slices of every rank's tokens (MemFine, arXiv 2511.21431, section 3) in a step; a collective
+    call.
+
+    1. Each rank knows s'', the rows that it receives in this layer and step, and s'_max, its plan's rows. It asks for
+       c = ceil(s'' / s'_max) slices, raised to the next of the bins if there are any.
+    2. All take the largest c of any rank. The gathered table holds every rank's s'' and s'_max, so this all-reduce MAX
+       needs no exchange of its own.
+    3. Each rank cuts its tokens in c slices and tells how many rows of each expert a slice holds.
+
+    A slice brings a rank s''/c rows if rows are spread evenly over the tokens. Where they are not it brings more, and
+    nothing bounds it: this is here for comparison with `schedule.Rounds`.
+
+    Args:
+        exchange: of the layer.
+        placement: of the experts.
+        table: the gathered counts.
+        routed: this rank's inputs.
+        bins: allowed numbers, or None.
+        place: for messages.
+    """
+    num_slices = number_of_slices(table, placement, bins)
+    rank = torch.distributed.get_rank(exchange.group)
+    begins = table.begins(rank)
+    ends = torch.cat([begins, begins[-1:] + table.counts[rank, -1:]])
+    size = max(1, -(-routed.num_tokens // num_slices))
+    counter = SliceCounter(routed.order, ends, routed.top_k, routed.num_tokens)
+    bounds = counter.bounds(size) - begins
+    missing = num_slices + 1 - len(bounds)
+    own = torch.cat([bounds, bounds[-1:].expand(missing, -1)])
+    everyone = gather_rows(exchange, own.reshape(-1), place)
+    return TokenSlices(everyone.view(-1, *own.shape).transpose(0, 1).contiguous(), placement)

@@ -19,7 +19,7 @@ from memfine_fx.compat.settings import CONSTANT_FLOATS
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compiler.optimized import captured
 from memfine_fx.compiler.recorder import PlainRecorder, Reads, Recorder
-from memfine_fx.compiler.regions import read_bodies
+from memfine_fx.compiler.regions import read_compiled_code
 from memfine_fx.compiler.reporting import report_of
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
@@ -27,7 +27,7 @@ from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.fitting.setup import Setup, made_optimizer
 from memfine_fx.memory.step import RunMemory
-from memfine_fx.plan.problem import lean_of
+from memfine_fx.plan.problem import saving_nothing
 
 __all__ = [
     "ESTIMATED",
@@ -177,7 +177,7 @@ def record_step(
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             raise ConfigError(f"a step of the model fails: {type(error).__name__}: {what_failed(error)}") from error
     if reads == "code":  # estimates of many layers stay what they are: as a step's first plan has them
-        read_bodies(session)
+        read_compiled_code(session)
     recorded = _recorded(session, recorder, batch, seq)
     del optimizer
     return recorded
@@ -222,7 +222,7 @@ def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> Rec
     if not any(run.step.forward is not None for run in passed):
         raise MemfineError("nothing of the model could be captured as a graph; TORCH_LOGS=graph_breaks shows why")
     # Activations that are saved where that is free leave the peak as it is without them.
-    runs = {"asked": passed if session.config.has_budget else tuple(map(lean_of, passed))}
+    runs = {"asked": passed if session.config.has_budget else tuple(map(saving_nothing, passed))}
     plans = [*recorder.plans, ESTIMATED] if recorder.reads == "code" and "most" in recorder.plans else recorder.plans
     for plan in plans:
         runs[plan] = tuple(replace(run, step=recorder.step_under(plan, run.step)) for run in passed)

@@ -23,6 +23,6 @@ Modules
 
 Every other module has a kernel, the function that launches it and, as `reference_...`, the same in plain torch. Triton
 is needed by all but `matching`, `epilogue`, `choice`, `experts`, `windows`, `window_size`, `traffic`, `tables`,
-`packed`, `tiling` and `launches`. Expert weights may be computed tile by tile (`made`), as packed ones are.
+`packed`, `tiling` and `launches`. Expert weights may be computed tile by tile (`computed_tables`), as packed ones are.
 docs/gpu.md says what was measured and checked, and how.
 """

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from memfine_fx.kernels.made import functions_of
+from memfine_fx.kernels.computed_tables import functions_of
 from memfine_fx.kernels.tables import Activation, ActivationName, Pointwise
 
 __all__ = ["ACTIVATIONS", "activate", "activate_backward", "constants_of", "reference_activation"]

@@ -44,7 +44,7 @@ def load_table(
 ):  # fmt: skip
     """Load a tile [DEPTH,COLUMNS] of an expert's matrix [C,D], by `block` of `table_by_descriptor` or by address.
 
-    A table that is computed tile by tile has the function of `made.loader_of` as `LOAD`.
+    A table that is computed tile by tile has the function of `computed_tables.loader_of` as `LOAD`.
     """
     if LOAD != "plain":
         columns, depth = first_column + tl.arange(0, TILE_COLUMNS), begin + tl.arange(0, TILE_DEPTH)

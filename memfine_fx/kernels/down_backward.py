@@ -20,9 +20,9 @@ from memfine_fx.kernels.activation import (
     reference_activation,
 )
 from memfine_fx.kernels.blocks import load_rows, load_table, table_by_descriptor
+from memfine_fx.kernels.computed_tables import argument_of, list_constants, loader_of, of_expert
 from memfine_fx.kernels.launches import Launch, Tiles, launch
 from memfine_fx.kernels.low_rank import add_term, constants_of_term, term_accesses
-from memfine_fx.kernels.made import argument_of, list_constants, loader_of, of_expert
 from memfine_fx.kernels.pairs import are_interleaved, halved, load_pair, store_pair
 from memfine_fx.kernels.sorting import Routing
 from memfine_fx.kernels.tables import Activation, ActivationName, Tables, Term, has_up, standing

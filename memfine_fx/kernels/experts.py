@@ -14,13 +14,11 @@ from memfine_fx.kernels.tables import KernelForm, ListTable, Param, num_projecti
 from memfine_fx.kernels.window_size import KNOWN_RATES, DeviceFigures, LayerSizes, rows_per_window
 from memfine_fx.kernels.windows import most_rows
 from memfine_fx.records import ChunkPlan
-from memfine_fx.runtime.bodies import SavedTensor
+from memfine_fx.runtime.compiled_expert import SavedTensor
 from memfine_fx.runtime.halving import run_halved
 from memfine_fx.runtime.loop import SavedRows
 from memfine_fx.runtime.op import empty_order
-from memfine_fx.runtime.params import group_params
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import check_rows, sent
+from memfine_fx.runtime.routing import Routed, check_rows, group_params, sent
 from memfine_fx.runtime.store import LiveRegion
 
 if TYPE_CHECKING:  # these need Triton
@@ -101,7 +99,7 @@ class KernelExperts:
 
         form = self.form
         routing, options, params, products = _arguments(form, routed, plan, saved)
-        kinds, num_experts = region.bodies.param_kinds, region.num_experts
+        kinds, num_experts = region.compiled_expert.param_kinds, region.num_experts
         wanted_groups = group_params(wanted[2:], kinds, num_experts)
         layer_wanted = [wanted[0], wanted[1], *(any(wanted_groups[position]) for position in form.positions)]
         onto_groups = group_params(onto, kinds, num_experts)
@@ -139,7 +137,7 @@ def _products(saved: SavedRows, form: KernelForm) -> Products:
     The kernels write into the places of the compiled functions' products in a layout of their own (with biases, and
     gate before up where expert weights alternate), which only their own backward reads.
     """
-    tensors = [saved.tensors[place] for place in _wide(form, saved.bodies.saved)]
+    tensors = [saved.tensors[place] for place in _wide(form, saved.functions.saved)]
     if not form.has_up:
         (both,) = tensors
         return both, both

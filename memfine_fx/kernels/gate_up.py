@@ -15,9 +15,9 @@ import triton.language as tl
 
 from memfine_fx.kernels.activation import activate, constants_of, reference_activation
 from memfine_fx.kernels.blocks import all_or_none, load_rows, load_table, table_by_descriptor
+from memfine_fx.kernels.computed_tables import argument_of, list_constants, loader_of, of_expert
 from memfine_fx.kernels.launches import Launch, Tiles, launch
 from memfine_fx.kernels.low_rank import add_term, constants_of_term, term_accesses
-from memfine_fx.kernels.made import argument_of, list_constants, loader_of, of_expert
 from memfine_fx.kernels.pairs import are_interleaved, halved, split_pair, store_pair
 from memfine_fx.kernels.sorting import Routing
 from memfine_fx.kernels.tables import Activation, ActivationName, Tables, Terms, has_up, standing

@@ -9,7 +9,7 @@ pointwise operators, as source for them (`epilogue`); find gate and up, with bia
 alternating columns of one product of the rows, or as two. A matrix is a parameter, or is dequantized from packed ones
 by an operator that the kernels have as source (`kernels.packed`); a low-rank term that meets the rows factor by factor
 (`low_rank`) is its adapter, of two more parameters. None where a step does not match: nothing is refused, and the
-expert runs in its bodies.
+expert runs in its compiled functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources that dequantize packed numbers tile by tile: text that kernels are compiled with (`made`).
+"""Sources that dequantize packed numbers tile by tile: text that kernels are compiled with (`computed_tables`).
 
 four_bits      two numbers a byte, the first in its upper half, each a place among 16 codes, times a scale for each
                block of numbers that follow each other: NF4 and FP4 as bitsandbytes has them (QLoRA, arXiv
@@ -23,7 +23,7 @@ NF4 = (
 _FP4_MAGNITUDES = (0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 FP4 = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
 """The codes of bitsandbytes' "fp4"."""
-_HEAD = "@triton.jit\ndef made(parts, expert, row, column, is_entry):"
+_HEAD = "@triton.jit\ndef entries(parts, expert, row, column, is_entry):"
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_E2M1_MAGNITUDES, *(-magnitude for magnitude in _E2M1_MAGNITUDES))
 

@@ -78,14 +78,15 @@ _OUT_IN = ("apart", "halves", "single")
 
 @dataclass(frozen=True)
 class TileSource:
-    """The source by which kernels compute a table tile by tile, from packed numbers for instance; see `made`.
+    """The source by which kernels compute a table tile by tile, from packed numbers for instance; see
+    `computed_tables`.
 
     Args:
-        source: Triton source of `made(parts, expert, row, column, is_entry)`, entries of an expert's matrix at rows and
-            columns that broadcast to each other, finite where they are not entries.
+        source: Triton source of `entries(parts, expert, row, column, is_entry)`, entries of an expert's matrix at rows
+            and columns that broadcast to each other, finite where they are not entries.
         shape: of an expert's matrix, whose rows and columns these are.
         num_tensors: how many parameters it is computed from, [E,...] each and contiguous: `parts`, then `codes`.
-        codes: numbers that `made` looks up, in fp32.
+        codes: numbers that `entries` looks up, in fp32.
     """
 
     source: str
@@ -125,7 +126,7 @@ class TileTable:
             or len(experts) != 1
             or not all(tensor.is_contiguous() for tensor in tensors)
         ):
-            raise ValueError(f"a table is made of {how.num_tensors} contiguous tensors of its experts")
+            raise ValueError(f"a table is computed from {how.num_tensors} contiguous tensors of its experts")
         codes = [_codes(how.codes, tensors[0].device)] if how.codes else []
         return TileTable(how, (*tensors, *codes), (experts.pop(), *how.shape))
 
@@ -227,7 +228,7 @@ def standing(table: Table) -> torch.Tensor:
         ValueError: it is computed by tiles, or a list.
     """
     if not isinstance(table, torch.Tensor):
-        raise ValueError(f"a table {list(table.shape)} that is made by tiles, or of a list, is no tensor")
+        raise ValueError(f"a table {list(table.shape)} that is computed by tiles, or of a list, is no tensor")
     return table
 
 
@@ -455,7 +456,7 @@ def trained_parts(
     """
     pairs = list(zip(are_projections(layout, has_bias=has_bias, sources=sources), wanted, strict=True))
     if any(sources) and any(wanted):
-        raise ValueError("experts whose tables are made have no gradients of their parameters")
+        raise ValueError("experts whose tables are computed have no gradients of their parameters")
     projections = any(is_wanted for is_one, is_wanted in pairs if is_one)
     return projections, any(is_wanted for is_one, is_wanted in pairs if not is_one)
 
@@ -483,4 +484,4 @@ def divided(projections: Sequence[TableT], layout: Layout) -> tuple[TableT, Tabl
 
 def _described(table: Table) -> str:
     strides = _strides(table)
-    return f"{list(table.shape)} " + ("made by tiles" if strides is None else f"of strides {list(strides)}")
+    return f"{list(table.shape)} " + ("computed by tiles" if strides is None else f"of strides {list(strides)}")

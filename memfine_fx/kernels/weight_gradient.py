@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from memfine_fx.kernels.blocks import all_or_none, by_descriptor
+from memfine_fx.kernels.computed_tables import argument_of, list_constants, of_expert
 from memfine_fx.kernels.launches import Launch, Tiles, launch
-from memfine_fx.kernels.made import argument_of, list_constants, of_expert
 from memfine_fx.kernels.pairs import halved
 from memfine_fx.kernels.sorting import Routing
 from memfine_fx.kernels.tables import Table, Tables, standing

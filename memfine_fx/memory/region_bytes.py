@@ -4,8 +4,8 @@ output        the combined [T,H_out], and its fp32 accumulator where the model i
 hidden grad   the same for the gradient of the tokens, in backward
 weight grads  the gradients of the expert parameters, allocated by the region's backward
 index         order (4 N) and offsets, saved from forward to backward; the sort's own arrays in forward
-chunk         R rows: gathered rows and gradients, the body's peak, or its results with what is made of them, casts and
-              products of weights' gradients; of the GPU kernels, their windows
+chunk         R rows: gathered rows and gradients, the function's peak, or its results with what is made of them, casts
+              and products of weights' gradients; of the GPU kernels, their windows
 round         where experts live on several ranks: the rows that came, their results and what is staged to be sent; it
               is counted as part of the chunk, whose working set is alive beside it
 """
@@ -23,10 +23,10 @@ from memfine_fx.config import Axis
 from memfine_fx.memory.sizes import GROUPS, ROWS, larger
 
 __all__ = [
-    "LEGS_IN_FLIGHT",
+    "ALL_TO_ALLS_IN_FLIGHT",
+    "AllToAllSizes",
     "ChunkSize",
     "RegionBytes",
-    "Travel",
     "WindowBytes",
     "added_bytes",
     "padded_bytes",
@@ -37,16 +37,16 @@ __all__ = [
 ]
 
 
-LEGS_IN_FLIGHT = 2
-"""Legs of a round that are staged or on their way at once: one is filled while another travels."""
-_LEAST_LEG_ROWS = 64
+ALL_TO_ALLS_IN_FLIGHT = 2
+"""All-to-alls of a round that are staged or on their way at once: one is filled while another travels."""
+_LEAST_STAGED_ROWS = 64
 _LEAST_MESSAGE_ROWS = 16
 """To each rank where routing is even: a row of 14 KB takes 0.3 us at 50 GB/s, and a message has 3 us beside it."""
 _ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Travel:
+class AllToAllSizes:
     """How rows of a region reach experts on other ranks.
 
     Args:
@@ -61,19 +61,21 @@ class Travel:
     chunk_rows: int | None = None
     round_rows: int | None = None
 
-    def leg_rows(self, rows: int) -> int:
-        """Rows that a rank stages for one leg of a round of `rows`.
+    def staged_rows(self, rows: int) -> int:
+        """Rows that a rank stages for one all-to-all of a round of `rows`.
 
-        Even routing sends as many rows as a round brings, in four legs or, with its noise, five. A leg takes at least a
-        row to each rank, and so many that its bytes are worth an exchange, and its messages their latency.
+        Even routing sends as many rows as a round brings, in four all-to-alls or, with its noise, five. An all-to-all
+        takes at least a row to each rank, and so many that its bytes are worth an exchange, and its messages their
+        latency.
         """
         message_rows = min(rows, _LEAST_MESSAGE_ROWS * self.num_ranks)
-        return max(self.num_ranks, _LEAST_LEG_ROWS, message_rows, -(-rows // 4))
+        return max(self.num_ranks, _LEAST_STAGED_ROWS, message_rows, -(-rows // 4))
 
     def replicated_rows(self, rows: int) -> int:
         """Rows of a round in a step with clones, which stand where half of the rows would.
 
-        Rows are even then, so that two rounds bring what one does where routing is even. Legs are as large as without.
+        Rows are even then, so that two rounds bring what one does where routing is even. All-to-alls are as large as
+        without.
         """
         return -(-rows // 2)
 
@@ -109,15 +111,15 @@ class RegionBytes:
         param_bytes: bytes of all expert parameters whose gradient is wanted.
         staging_bytes: fp32 gradients of one expert, where a split expert needs them.
         added_bytes: what is added to these, at most; see `added_bytes`.
-        forward_peak, backward_peak: of one body call, in R (and G).
+        forward_peak, backward_peak: of one function call, in R (and G).
         takes_group: whether a chunk may hold several experts.
         device_type: "cpu" or "cuda".
         flops_per_row: of the expert function's matmuls on one row.
-        forward_results, backward_results: bytes that one body call returns, in R (and G): what is alive while they are
-            cast and added. Without them the body's peak is taken.
+        forward_results, backward_results: bytes that one call returns, in R (and G): what is alive while they are
+            cast and added. Without them the function's peak is taken.
         product_scratch: bytes that a kernel takes for one product of a weight's gradient, in R; see `kernel_scratch`.
-        travel: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
-        window: of the GPU kernels, where they run in the place of bodies, whose terms then do not matter.
+        all_to_all: where experts live on several ranks; then rows of all ranks may come, and N is no bound on R.
+        window: of the GPU kernels, where they run in the place of compiled functions, whose terms then do not matter.
         knee_rows: R at which products of its widths are as fast as they get on this machine, None where that was not
             measured.
         clones_forward, clones_backward: of other ranks' experts in the slots of this one, and of their gradients.
@@ -143,7 +145,7 @@ class RegionBytes:
     forward_results: sympy.Expr | None = None
     backward_results: sympy.Expr | None = None
     product_scratch: sympy.Expr = sympy.S.Zero
-    travel: Travel | None = None
+    all_to_all: AllToAllSizes | None = None
     clones_forward: int = 0
     clones_backward: int = 0
     window: WindowBytes | None = None
@@ -151,12 +153,12 @@ class RegionBytes:
 
     def chunk_rows(self, rows: int) -> int:
         """Rows of a chunk where `rows` come at once."""
-        most = None if self.travel is None else self.travel.chunk_rows
+        most = None if self.all_to_all is None else self.all_to_all.chunk_rows
         return rows if most is None else min(rows, most)
 
     def at_most(self, rows: int, num_tokens: int) -> int:
         """R as far as it matters: no more rows than can come."""
-        return max(1, rows if self.travel is not None else min(rows, num_tokens * self.top_k))
+        return max(1, rows if self.all_to_all is not None else min(rows, num_tokens * self.top_k))
 
 
 @dataclass(frozen=True)
@@ -268,11 +270,11 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str,
     at_once, rows = rows, region.chunk_rows(rows)
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes)
     cast = 0
-    if region.contribution_item_bytes != region.accumulator_item_bytes and region.travel is None:
+    if region.contribution_item_bytes != region.accumulator_item_bytes and region.all_to_all is None:
         cast = rows * region.out_width * region.accumulator_item_bytes
     chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
-    if region.travel is not None:
-        chunk = _with_clones(_forward_round, region, region.travel, at_once, chunk, region.clones_forward)
+    if region.all_to_all is not None:
+        chunk = _with_clones(_forward_round, region, region.all_to_all, at_once, chunk, region.clones_forward)
     return _forward_terms_around(region, num_tokens, chunk)
 
 
@@ -295,15 +297,15 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any, *, stages: 
         rows_grad //= 2
     chunk = rows * (region.hidden * region.item_bytes + region.weight_item_bytes) + rows_grad
     cast = 0
-    if region.accumulator_item_bytes != region.item_bytes and region.travel is None:
+    if region.accumulator_item_bytes != region.item_bytes and region.all_to_all is None:
         cast = rows * region.hidden * region.accumulator_item_bytes
     scratch = _body(region.product_scratch, region, rows)
     after = larger(cast, scratch)
     if stages:  # a product is made beside its sums, then added to them
         after = larger(after, larger(_product_bytes(region) + scratch, region.added_bytes))
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
-    if region.travel is not None:
-        chunk = _with_clones(_backward_round, region, region.travel, at_once, chunk, region.clones_backward)
+    if region.all_to_all is not None:
+        chunk = _with_clones(_backward_round, region, region.all_to_all, at_once, chunk, region.clones_backward)
     return _backward_terms_around(region, num_tokens, chunk)
 
 
@@ -319,43 +321,47 @@ def _backward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> 
 
 
 def _with_clones(
-    round_bytes: Callable[[RegionBytes, Travel, int, int, int], int],
+    round_bytes: Callable[[RegionBytes, AllToAllSizes, int, int, int], int],
     region: RegionBytes,
-    travel: Travel,
+    all_to_all: AllToAllSizes,
     rows: int,
     chunk: int,
     clones: int,
 ) -> int:
     """The larger of a round in a step without clones and of one with them, where there may be some."""
-    leg = travel.leg_rows(rows)
-    alone = round_bytes(region, travel, rows, leg, chunk)
+    staged_rows = all_to_all.staged_rows(rows)
+    alone = round_bytes(region, all_to_all, rows, staged_rows, chunk)
     return (
-        max(alone, round_bytes(region, travel, travel.replicated_rows(rows), leg, chunk) + clones) if clones else alone
+        max(alone, round_bytes(region, all_to_all, all_to_all.replicated_rows(rows), staged_rows, chunk) + clones)
+        if clones
+        else alone
     )
 
 
-def _forward_round(region: RegionBytes, travel: Travel, rows: int, leg: int, chunk: int) -> int:
+def _forward_round(region: RegionBytes, all_to_all: AllToAllSizes, rows: int, staged_rows: int, chunk: int) -> int:
     """The chunk's bytes with what a round holds around it: the largest of sending, computing and returning."""
     row = _beside_weight(region, region.hidden * region.item_bytes)
     result = region.out_width * region.contribution_item_bytes
-    return _round(region, travel, rows, leg, chunk, [row], result, 0, region.out_width)
+    return _round(region, all_to_all, rows, staged_rows, chunk, [row], result, 0, region.out_width)
 
 
-def _backward_round(region: RegionBytes, travel: Travel, rows: int, leg: int, chunk: int) -> int:
+def _backward_round(region: RegionBytes, all_to_all: AllToAllSizes, rows: int, staged_rows: int, chunk: int) -> int:
     """As `_forward_round`. Gradients of the rows are written where those of their results came, if these are alike."""
     grad, result = (region.out_width * region.out_item_bytes, region.hidden * region.item_bytes)
     is_alike = (region.out_width, region.out_item_bytes) == (region.hidden, region.item_bytes)
     row = _beside_weight(region, region.hidden * region.item_bytes)
     returned = _beside_weight(region, result)
     arrived = [row, returned if is_alike else grad]
-    return _round(region, travel, rows, leg, chunk, arrived, returned, returned if is_alike else 0, region.hidden)
+    return _round(
+        region, all_to_all, rows, staged_rows, chunk, arrived, returned, returned if is_alike else 0, region.hidden
+    )
 
 
 def _round(
     region: RegionBytes,
-    travel: Travel,
+    all_to_all: AllToAllSizes,
     rows: int,
-    leg: int,
+    staged_rows: int,
     chunk: int,
     arrived: Sequence[int],
     returned: int,
@@ -365,22 +371,22 @@ def _round(
     """Bytes of a round and its chunk.
 
     Args:
-        region, travel: whose rows travel, and how.
+        region, all_to_all: whose rows travel, and how.
         rows: of the round.
-        leg: rows that a rank stages at a time.
+        staged_rows: rows that a rank stages at a time.
         chunk: bytes of a chunk's working set.
         arrived: bytes of a row in each buffer that comes.
         returned: bytes of a row's result; `shared` of them lie where something came.
         width: of the rows that results are added to.
     """
     row, index = sum(arrived), 4
-    staged = LEGS_IN_FLIGHT * leg
-    places = 3 * 8  # of the rows of one leg or round, while they are made
-    ahead = (travel.num_received - 1) * (rows * row + staged * (row + places))
+    staged = ALL_TO_ALLS_IN_FLIGHT * staged_rows
+    places = 3 * 8  # of the rows of one all-to-all or round, while they are made
+    ahead = (all_to_all.num_received - 1) * (rows * row + staged * (row + places))
     sending = rows * row + staged * (row + places)
     computing = rows * (row + returned - shared) + max(rows * (index + places), rows * index + chunk)
     added = width * (region.accumulator_item_bytes + 4)  # in the accumulator's precision, rows beside each other
-    returning = rows * returned + staged * (returned + places) + leg * added
+    returning = rows * returned + staged * (returned + places) + staged_rows * added
     return max(sending, ahead + computing, ahead + returning)
 
 
@@ -396,7 +402,9 @@ def _sum_bytes(item_bytes: int, accumulator_bytes: int) -> int:
 
 
 def _called(peak: sympy.Expr, results: sympy.Expr | None, after: Any, region: RegionBytes, rows: Any) -> Any:
-    """Return the larger of a body call and what is computed of its results, when the call's own tensors are gone."""
+    """Return the larger of a compiled function call and what is computed of its results, when the call's own tensors
+    are gone.
+    """
     called = _body(peak, region, rows)
     return called + after if results is None else larger(called, _body(results, region, rows) + after)
 

@@ -32,7 +32,7 @@ ROWS = sympy.Symbol("R", integer=True, positive=True)
 """Routed rows in one chunk."""
 
 GROUPS = sympy.Symbol("G", integer=True, positive=True)
-"""Experts in one chunk, where a body takes several."""
+"""Experts in one chunk, where a compiled function takes several."""
 
 
 def larger(one: Any, other: Any) -> Any:

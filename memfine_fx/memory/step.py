@@ -64,8 +64,8 @@ class RegionMemory:
     """A region's byte terms by what it saves, and T in the graph's symbols.
 
     Args:
-        terms: returns them; called again when `revision` changes, since bodies know their peaks exactly once they are
-            compiled.
+        terms: returns them; called again when `revision` changes, since compiled functions know their peaks exactly
+            once they are compiled.
         num_tokens: T.
         axis: which way the region is chunked.
         revision: a number that changes with the terms.
@@ -116,7 +116,7 @@ class RegionMemory:
 
 @dataclass
 class GraphStep:
-    """One captured graph's forward and backward, and its regions by region id.
+    """One partition of a captured graph into forward and backward, and the graph's regions by region id.
 
     Args:
         regions: region id -> its memory.
@@ -125,8 +125,9 @@ class GraphStep:
         forward, backward: estimated when the graph is partitioned, read from the compiled code once that exists.
         decision: what the partitioner chose, in words; "" where it had nothing to decide.
         saves_all: whether it recomputes nothing costly and regions save all that pays.
-        is_least: whether it is the partition for budgets that no other fits.
-        base: which partition it was derived from (`passes.step.partitioned`).
+        is_least: whether it is the partition for budgets that no other fits: nothing smaller can be made.
+        base: the partition of `passes.step.fit` that it is or was derived from: "save_all", "recompute_pointwise" or
+            "recompute_all"; "" without a budget.
         optional: seconds spared per byte by regions that save as many rows as a run has room for (`plan.problem`).
         estimated: directions whose record is an estimate although exact ones come from compiled code.
         fusible_gradients: (region id, place) of results of regions' backwards that are the whole gradient of an input
@@ -134,6 +135,7 @@ class GraphStep:
         chosen_by: the fewest bytes that a run would take, by the estimate that it was chosen by under a budget.
         donated: positions of saved tensors that its compiled backward may write over.
         saving: its backward ops that read what a region saved.
+        modules: the forward and the backward graph, of what a partitioner has just made; else ().
     """
 
     regions: dict[str, RegionMemory] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class GraphStep:
     chosen_by: int = 0
     donated: tuple[int, ...] = ()
     saving: tuple[SavingOp, ...] = ()
+    modules: tuple[fx.GraphModule, ...] = ()
 
     def learned(self) -> GraphStep:
         """Return a copy of what compilation found out, without the regions, which every process analyses anew: a cache
@@ -160,9 +163,9 @@ class GraphStep:
         return replace(self, regions={}, heads={}, sizes=sizes, optional=optional, estimated=estimated)
 
     def take(self, record: GraphStep) -> None:
-        """Set what another process learned that compiled the same graph."""
+        """Set what a partitioner, or another process that compiled the same graph, found out."""
         for own in fields(self):
-            if own.name not in ("regions", "heads", "sizes"):
+            if own.name not in ("regions", "heads", "sizes", "modules"):
                 setattr(self, own.name, copy.copy(getattr(record, own.name)))
         for name, hint in record.sizes.items():
             self.sizes.setdefault(name, hint)
@@ -213,6 +216,7 @@ class RunMemory:
         saved: rows that regions save in this run, where it is not all that the graph has room for.
         added: those of `GraphStep.fusible_gradients` that it adds in place to existing gradients, so that they are not
             allocated.
+        available_bytes: bytes that the run may use beyond what exists before it; None without a limit.
     """
 
     step: GraphStep
@@ -221,6 +225,13 @@ class RunMemory:
     later_gradient_bytes: int = 0
     saved: SavedRowCounts = frozenset()
     added: frozenset[tuple[str, int]] = frozenset()
+    available_bytes: int | None = None
+
+    @functools.cached_property
+    def key(self) -> tuple[object, ...]:
+        """Return a key that is equal where the plans of runs are equal, as long as their graphs' byte terms are."""
+        beside = (self.saved_bytes, self.later_gradient_bytes, self.available_bytes, self.saved, self.added)
+        return (id(self.step), *sorted(self.sizes.items()), *beside)
 
     @property
     def forward(self) -> GraphMemory | None:

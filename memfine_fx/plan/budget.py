@@ -22,17 +22,18 @@ from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.peaks import chunk_sizes, peak_of_run, unbounded_rows
 from memfine_fx.plan.problem import (
     MARGIN_PERCENT,
-    StepWork,
-    lean_of,
+    head_tokens,
     live_bytes,
     problem_within,
     problem_without_budget,
+    rows_choices,
     run_of_plan,
+    saving_nothing,
     with_margin,
 )
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.rows import LEAST_ROWS, LEAST_TOKENS, infeasible, plan_head, plan_region
-from memfine_fx.plan.runs import CalledGraph, MemoryContext, Owner, Run, gradient_bytes
+from memfine_fx.plan.runs import CalledGraph, Owner, Run, gradient_bytes
 from memfine_fx.plan.solve import StepProblem, solve
 from memfine_fx.plan.step_state import StepState
 from memfine_fx.records import ChunkPlan, SavePolicy
@@ -88,7 +89,7 @@ def is_limited(state: StepState, device: torch.device, regions: Iterable[RegionM
     """
     if state.config.has_budget:
         return True
-    is_alone = all(region.terms_now("nothing").travel is None for region in regions)
+    is_alone = all(region.terms_now("nothing").all_to_all is None for region in regions)
     return state.config.memory_budget is None and state.runs_here and is_alone and is_accelerator(device)
 
 
@@ -144,32 +145,34 @@ def budget_of_graph(
         gradient_bytes(members) + sum(run.input_bytes for run in opened) + graph.input_bytes(inputs),
     )
     assert available is not None, "a graph without a limit has no budget"
-    beside = RunMemory(graph.step, dict(graph.step.sizes), sum(run.memory.left_bytes for run in opened))
-    return GraphBudget(state, MemoryContext(beside, available), hidden, is_asked=state.config.has_budget)
+    saved_bytes = sum(run.memory.left_bytes for run in opened)
+    context = RunMemory(graph.step, dict(graph.step.sizes), saved_bytes, available_bytes=available)
+    return GraphBudget(state, context, hidden, is_asked=state.config.has_budget)
 
 
-def context_of(state: StepState, run: Run) -> MemoryContext:
-    """Return the memory context of a run now: its memory record, and the bytes that it may use."""
+def context_of(state: StepState, run: Run) -> RunMemory:
+    """Return the memory record of a run with the bytes that it may use now."""
     if not run.graph.is_limited:
-        return MemoryContext(run.memory, None)
+        return run.memory
     device = device_of(run.graph)
     existing_bytes = run.gradient_bytes + sum(other.input_bytes for other in run.concurrent_runs)
-    return MemoryContext(run.memory, _available_bytes(state, device, state.history.members(), existing_bytes))
+    return replace(run.memory, available_bytes=_available_bytes(state, device, state.history.members(), existing_bytes))
 
 
 class GraphBudget:
-    """See `passes.step.fit.StepBudget`.
+    """The bytes that the step of a graph may use while it is partitioned, and those that it would use.
 
     Args:
-        context: of the run that the graph is partitioned for.
+        context: the run that the graph is partitioned for.
         hidden: tokens of a region or head, for device and dtype.
-        is_asked, beyond: as there.
+        is_asked: whether it is the user's; what an accelerator has overrules no checkpoints of the model's own.
+        beyond: by how many bytes compiled code was seen to hold more than the estimate of a partition made from a base.
     """
 
     def __init__(
         self,
         state: StepState,
-        context: MemoryContext,
+        context: RunMemory,
         hidden: torch.Tensor,
         *,
         is_asked: bool = True,
@@ -177,11 +180,12 @@ class GraphBudget:
     ) -> None:
         self._state = state
         self.context, self.is_asked, self.beyond = context, is_asked, beyond
-        self._step = context.memory.step
+        self._step = context.step
         self._device, self._dtype = hidden.device, hidden.dtype
 
     @property
     def available_bytes(self) -> int:
+        """Return the bytes for the step's peak, beyond what is there before it."""
         available = self.context.available_bytes
         assert available is not None, "a run without a limit has no budget"
         return available
@@ -194,35 +198,42 @@ class GraphBudget:
 
     @property
     def sizes(self) -> Mapping[str, int]:
+        """Return the values of the graph's symbols in the captured call."""
         return self._step.sizes
 
     def add_hints(self, graph: fx.Graph) -> None:
+        """Record the values of symbols that no input has."""
         self._step.add_hints(graph)
 
     def live_bytes(
         self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: Collection[str] = ()
     ) -> list[int]:
+        """Return the live bytes of the whole step with this forward and backward, at each position of their timeline.
+
+        Args:
+            rows: per chunk; None for as many as time asks for.
+            without: ids of regions that save nothing, though their graph has room for it.
+        """
         step = self._step
         trial = GraphStep(step.regions, step.sizes, forward, backward, heads=step.heads)
         trial.optional = dict.fromkeys(without, 0.0)
-        memory = replace(self.context.memory, step=trial, sizes=step.sizes, saved=frozenset())
-        return [with_margin(num_bytes) for num_bytes in live_bytes(lean_of(memory), self._size_of(rows))]
+        memory = replace(self.context, step=trial, sizes=step.sizes, saved=frozenset())
+        return [with_margin(num_bytes) for num_bytes in live_bytes(saving_nothing(memory), self._size_of(rows))]
 
     def workspace(self, rows: int | None) -> Workspace:
+        """Return the scratch of the regions' ops with so many rows per chunk."""
         return self._step.workspace(self._size_of(rows), self.sizes)
 
     def _size_of(self, rows: int | None) -> Callable[[str, int], ChunkSize]:
-        return chunk_sizes(self._state.config, self._step, rows, self._work.head_tokens(rows))
+        config = self._state.config
+        return chunk_sizes(config, self._step, rows, head_tokens(config, self._step, self.sizes, rows))
 
     def timed(self, stage: str) -> AbstractContextManager[None]:
         return self._state.timed(stage)
 
     def rows_choices(self) -> Sequence[tuple[int | None, float]]:
-        return self._work.rows_choices(lambda: self.rates)
-
-    @property
-    def _work(self) -> StepWork:
-        return StepWork(self._state.config, self._step, self.sizes)
+        """Return (rows per chunk, seconds slower than with the first), most rows first."""
+        return rows_choices(self._state.config, self._step, self.sizes, lambda: self.rates)
 
 
 def choose_plan(
@@ -276,12 +287,12 @@ def saving_in(state: StepState, run: Run, hidden: torch.Tensor) -> RunMemory:
     config, memory = state.config, run.memory
     if not run.graph.is_limited:
         if memory.step.estimated or state.history.is_followed(run):
-            return lean_of(memory)
+            return saving_nothing(memory)
         without = functools.partial(problem_without_budget, config, memory)
-        return state.peaks.run_with_saved_rows(MemoryContext(memory, None), 0, lambda: _solved(without(), memory))
+        return state.peaks.run_with_saved_rows(memory, 0, lambda: _solved(without(), memory))
     later = state.history.expected_after(run)
     if not later and state.history.is_followed(run):
-        return lean_of(memory)
+        return saving_nothing(memory)
     context, needs = context_of(state, run), _needs_of(config, later)
     rates = functools.partial(device_rates, hidden.device.type, hidden.dtype)
     return state.peaks.run_with_saved_rows(context, needs, lambda: _saving_within(config, context, needs, rates))
@@ -291,9 +302,9 @@ def _needs_of(config: Config, runs: Sequence[Run]) -> int:
     """The most bytes that runs one after another take, each with what the earlier ones saved, beside all else."""
     most = saved = 0
     for run in runs:
-        lean = replace(lean_of(run.memory), saved_bytes=0)
-        most = max(most, saved + (step_peak_bytes([lean], chunk_sizes(config, lean.step, None, None)) or 0))
-        saved += lean.left_bytes
+        unsaved = replace(saving_nothing(run.memory), saved_bytes=0)
+        most = max(most, saved + (step_peak_bytes([unsaved], chunk_sizes(config, unsaved.step, None, None)) or 0))
+        saved += unsaved.left_bytes
     return most
 
 
@@ -301,30 +312,30 @@ def _solved(problem: StepProblem | None, run: RunMemory) -> RunMemory:
     return run_of_plan(run, None if problem is None else solve(problem))
 
 
-def _saving_within(config: Config, context: MemoryContext, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
+def _saving_within(config: Config, run: RunMemory, needs: int, rates: Callable[[], DeviceRates]) -> RunMemory:
     """Return the run that saves everything, if that fits with as many rows per chunk as time asks for; else the run of
     the solver's plan.
     """
-    memory, available = context.memory, context.available_bytes
+    available = run.available_bytes
     if available is None:
-        return memory
-    if memory.step.estimated:
+        return run
+    if run.step.estimated:
         available = available * 100 // (100 + MARGIN_PERCENT)
-    peak = step_peak_bytes([memory], chunk_sizes(config, memory.step, None, None)) or 0
-    if max(peak, memory.saved_bytes + memory.left_bytes + needs) <= available:
-        return memory
-    problem = problem_within(config, memory, available, needs, rates)
-    return memory if problem is None else _solved(problem, memory)
+    peak = step_peak_bytes([run], chunk_sizes(config, run.step, None, None)) or 0
+    if max(peak, run.saved_bytes + run.left_bytes + needs) <= available:
+        return run
+    problem = problem_within(config, run, available, needs, rates)
+    return run if problem is None else _solved(problem, run)
 
 
 def _saved_of(
-    region_id: str, step: GraphStep, context: MemoryContext | None, num_tokens: int
+    region_id: str, step: GraphStep, context: RunMemory | None, num_tokens: int
 ) -> tuple[SavePolicy, int, bool]:
     """Return what a region saves in a run with T tokens, of how many rows, and whether of all rows."""
     policy = step.policy_of(region_id)
     if policy == "nothing":
         return policy, 0, False
-    saved_rows = () if context is None else context.memory.saved
+    saved_rows = () if context is None else context.saved
     parts = [num_saved for other_id, num_saved, _ in saved_rows if other_id == region_id]
     if not parts:  # of all, also where this rank has no rows itself and saves what comes
         return policy, num_tokens * step.regions[region_id].terms_now("nothing").top_k, True
@@ -359,7 +370,7 @@ def choose_head_plan(
     )
 
 
-def refusal_of(state: StepState, context: MemoryContext, device: torch.device) -> BudgetInfeasible | None:
+def refusal_of(state: StepState, context: RunMemory, device: torch.device) -> BudgetInfeasible | None:
     """Why a run cannot keep the user's budget, even with the smallest chunks; None where it can."""
     config = state.config
     available, budget = context.available_bytes, budget_bytes(state, device)
@@ -368,18 +379,18 @@ def refusal_of(state: StepState, context: MemoryContext, device: torch.device) -
     smallest = smallest_peak(state, context)
     if smallest is None or smallest <= available:
         return None
-    context = replace(context, memory=lean_of(context.memory))
-    peak = peak_of_run(config, context, _fewest_rows(config, context.memory), LEAST_TOKENS)
+    context = saving_nothing(context)
+    peak = peak_of_run(config, context, _fewest_rows(config, context), LEAST_TOKENS)
     assert peak is not None, "a run of known bytes has a peak"
     return infeasible(_as_terms(peak), budget, available)
 
 
-def smallest_peak(state: StepState, context: MemoryContext) -> int | None:
+def smallest_peak(state: StepState, context: RunMemory) -> int | None:
     """Return the bytes of a run with the smallest chunks that saves nothing it need not; None where nothing is known of
     it.
     """
-    context = replace(context, memory=lean_of(context.memory))
-    return state.peaks.peak_of(state.config, context)(_fewest_rows(state.config, context.memory), LEAST_TOKENS)
+    context = saving_nothing(context)
+    return state.peaks.peak_of(state.config, context)(_fewest_rows(state.config, context), LEAST_TOKENS)
 
 
 def _fewest_rows(config: Config, memory: RunMemory) -> int:
@@ -390,7 +401,7 @@ def _fewest_rows(config: Config, memory: RunMemory) -> int:
     return min(LEAST_ROWS, max(rows, default=1))
 
 
-def fits_unbounded(state: StepState, context: MemoryContext) -> bool:
+def fits_unbounded(state: StepState, context: RunMemory) -> bool:
     """Whether a run keeps its budget with as many rows a chunk as time asks for."""
     available = context.available_bytes
     peak = None if available is None else state.peaks.peak_of(state.config, context)(None, None)
@@ -425,15 +436,13 @@ def device_of(graph: CalledGraph) -> torch.device:
     return next((parameter.device for parameter in graph.alive_parameters()), torch.device("cpu"))
 
 
-def _context_in(state: StepState, graph: CalledGraph) -> MemoryContext | None:
+def _context_in(state: StepState, graph: CalledGraph) -> RunMemory | None:
     """The run at work, where it is one of this graph's."""
     context = state.context
-    return context if context is not None and context.memory.step is graph.step else None
+    return context if context is not None and context.step is graph.step else None
 
 
-def _available_in(
-    context: MemoryContext | None, state: StepState, graph: CalledGraph, device: torch.device
-) -> int | None:
+def _available_in(context: RunMemory | None, state: StepState, graph: CalledGraph, device: torch.device) -> int | None:
     if context is not None and graph.is_limited:
         return context.available_bytes
     if budget_bytes(state, device) is None:  # else every region would ask every parameter for its gradient

@@ -74,7 +74,8 @@ class Work:
 STEP_FLOPS = 3.5
 """FLOPs of a region's step for each of its forward: backward takes twice as many, and recomputes some."""
 CALLS_PER_CHUNK = 24
-"""Operations that one chunk launches in forward and backward: gathers, bodies, weight gradients, additions."""
+"""Operations that one chunk launches in forward and backward: gathers, compiled functions, weight gradients, additions.
+"""
 
 
 def rows_seconds(

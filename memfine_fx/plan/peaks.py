@@ -1,8 +1,8 @@
 """Peaks of a run by rows a chunk, solved once for all regions and heads of a step.
 
 Every region's plan is a bisection over the peak of the whole step, and asks for the same numbers of rows as the others.
-Results are cached by memory context (sizes, bytes that are there, so whether gradients exist), as long as the bodies'
-byte terms are the same.
+Results are cached by memory context (sizes, bytes that are there, so whether gradients exist), as long as the compiled
+functions' byte terms are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from memfine_fx.memory.liveness import SavedRowCounts
 from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes
 from memfine_fx.memory.step import GraphStep, RunMemory, StepPeak, step_peak, step_peak_bytes
 from memfine_fx.plan.rows import knee_tokens, wanted_rows
-from memfine_fx.plan.runs import MemoryContext
 
 __all__ = ["SolvedPeaks", "chunk_sizes", "peak_of_run", "revision_of", "unbounded_rows"]
 
@@ -30,9 +29,9 @@ class SolvedPeaks:
     _peaks: dict[Hashable, dict[tuple[int | None, int | None], int | None]] = field(default_factory=dict)
     _saving: dict[Hashable, SavedRowCounts] = field(default_factory=dict)
 
-    def peak_of(self, config: Config, context: MemoryContext) -> Callable[[int | None, int | None], int | None]:
+    def peak_of(self, config: Config, run: RunMemory) -> Callable[[int | None, int | None], int | None]:
         """(rows, a head's tokens) -> bytes of the run's peak beyond what is there before it."""
-        key = (context.key, revision_of(context.memory.step))
+        key = (run.key, revision_of(run.step))
         if key not in self._peaks and len(self._peaks) >= _MOST_CONTEXTS:
             self._peaks.clear()
         known = self._peaks.setdefault(key, {})
@@ -40,24 +39,24 @@ class SolvedPeaks:
         def peak(rows: int | None, head_tokens: int | None) -> int | None:
             if (rows, head_tokens) not in known:
                 self.num_solved += 1
-                sizes = chunk_sizes(config, context.memory.step, rows, head_tokens)
-                known[rows, head_tokens] = step_peak_bytes([context.memory], sizes)
+                sizes = chunk_sizes(config, run.step, rows, head_tokens)
+                known[rows, head_tokens] = step_peak_bytes([run], sizes)
             return known[rows, head_tokens]
 
         return peak
 
-    def run_with_saved_rows(self, context: MemoryContext, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
-        """Return the run of a memory context with the rows that its regions save by `solve`, once for each context.
+    def run_with_saved_rows(self, run: RunMemory, needs: int, solve: Callable[[], RunMemory]) -> RunMemory:
+        """Return a run with the rows that its regions save by `solve`, which is called once for each memory context.
 
         Args:
             needs: bytes that later runs of its pass are expected to take.
         """
-        key = (context.key, needs, revision_of(context.memory.step))
+        key = (run.key, needs, revision_of(run.step))
         if key not in self._saving:
             if len(self._saving) >= _MOST_CONTEXTS:
                 self._saving.clear()
             self._saving[key] = solve().saved
-        return replace(context.memory, saved=self._saving[key])
+        return replace(run, saved=self._saving[key])
 
     def forget(self) -> None:
         """More is known of a graph's memory than before."""
@@ -71,10 +70,10 @@ def revision_of(step: GraphStep) -> int:
     return sum(region.revision() for region in step.regions.values())
 
 
-def peak_of_run(config: Config, context: MemoryContext, rows: int | None, head_tokens: int | None) -> StepPeak | None:
+def peak_of_run(config: Config, run: RunMemory, rows: int | None, head_tokens: int | None) -> StepPeak | None:
     """The peak of a run with its largest terms; None where nothing is known of it yet."""
-    step = context.memory.step
-    return step_peak([context.memory], chunk_sizes(config, step, rows, head_tokens))
+    step = run.step
+    return step_peak([run], chunk_sizes(config, step, rows, head_tokens))
 
 
 def chunk_sizes(

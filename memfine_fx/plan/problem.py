@@ -34,14 +34,15 @@ __all__ = [
     "Base",
     "SavableRows",
     "SavableTensor",
-    "StepWork",
-    "lean_of",
+    "head_tokens",
     "live_bytes",
     "problem_of_partition",
     "problem_within",
     "problem_without_budget",
     "region_items",
+    "rows_choices",
     "run_of_plan",
+    "saving_nothing",
     "with_margin",
 ]
 
@@ -62,16 +63,16 @@ def problem_without_budget(config: Config, run: RunMemory) -> StepProblem | None
     what comes under it has chunks as large as the plan allows. It holds for any routing. What exists before the step is
     the same in both runs, so that nothing of it need be known.
     """
-    lean = lean_of(run)
-    if lean.forward is None or lean.backward is None:
+    unsaved = saving_nothing(run)
+    if unsaved.forward is None or unsaved.backward is None:
         return None
     planned = chunk_sizes(config, run.step, None, None)
 
     def smallest(region_id: str, num_tokens: int) -> ChunkSize:
         return planned(region_id, num_tokens) if region_id in run.step.heads else ChunkSize(1, stages=False)
 
-    limit = max(live_bytes(lean, smallest))
-    live = live_bytes(lean, planned)
+    limit = max(live_bytes(unsaved, smallest))
+    live = live_bytes(unsaved, planned)
     rows = Alternative(None, 0.0, lambda: live, lambda: region_items(run, planned))
     return StepProblem([rows], max(limit, *live), limit - limit // SLACK)
 
@@ -88,17 +89,18 @@ def problem_within(
     Returns:
         None where the bytes of the run are not known.
     """
-    lean, work = lean_of(run), StepWork(config, run.step, run.values)
-    if lean.forward is None or lean.backward is None:
+    unsaved = saving_nothing(run)
+    if unsaved.forward is None or unsaved.backward is None:
         return None
 
     def alternative(rows: int | None, seconds: float) -> Alternative:
-        size_of = chunk_sizes(config, run.step, rows, work.head_tokens(rows))
-        return Alternative(rows, seconds, lambda: live_bytes(lean, size_of, needs), lambda: region_items(run, size_of))
+        size_of = chunk_sizes(config, run.step, rows, head_tokens(config, run.step, run.values, rows))
+        return Alternative(
+            rows, seconds, lambda: live_bytes(unsaved, size_of, needs), lambda: region_items(run, size_of)
+        )
 
-    return StepProblem(
-        list(itertools.starmap(alternative, work.rows_choices(rates))), available, available - available // SLACK
-    )
+    choices = rows_choices(config, run.step, run.values, rates)
+    return StepProblem(list(itertools.starmap(alternative, choices)), available, available - available // SLACK)
 
 
 @dataclass(frozen=True)
@@ -124,17 +126,24 @@ class SavableRows:
         region_id: of the region.
         policy: how much.
         row_bytes: of each row.
-        num_rows: N.
-        seconds: spared if it is saved of all rows.
-        is_divisible: whether a run may save it of some rows.
+        copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
+        num_rows, num_experts: N of the captured call, E.
+        flops: of the matmuls that backward is spared, in the captured call.
+        all_to_all_seconds: of the rows that need not come to this rank again.
+        is_divisible: whether a run may save it of some rows: where the rows of no other rank come.
+        seconds: spared if it is saved of all rows, once a device's rates are known.
     """
 
     region_id: str
     policy: SavePolicy
     row_bytes: int
+    copied_row_bytes: int
     num_rows: int
-    seconds: float
-    is_divisible: bool
+    num_experts: int
+    flops: int
+    all_to_all_seconds: float = 0.0
+    is_divisible: bool = False
+    seconds: float = 0.0
 
     @property
     def seconds_per_byte(self) -> float:
@@ -251,13 +260,13 @@ def with_margin(estimated: int) -> int:
 def run_of_plan(run: RunMemory, plan: StepPlan | None) -> RunMemory:
     """Return the run in which regions save as many rows as a plan says; none without a plan."""
     return (
-        lean_of(run)
+        saving_nothing(run)
         if plan is None
         else run.with_saved_rows({region_id: rows for region_id, (_, rows) in plan.saved.items()})
     )
 
 
-def lean_of(run: RunMemory) -> RunMemory:
+def saving_nothing(run: RunMemory) -> RunMemory:
     """Return the same run in which no region saves anything that it need not."""
     return run.with_saved_rows({})
 
@@ -337,51 +346,47 @@ def _disjoint(pieces: Sequence[Span]) -> Iterator[Span]:
             yield Span(start, stop, unit, whole, part)
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """The seconds that the regions of one step take, by rows per chunk.
-
-    Args:
-        sizes: value of each symbol of the graph.
+def rows_choices(
+    config: Config, step: GraphStep, sizes: Mapping[str, int], rates: Callable[[], DeviceRates]
+) -> list[tuple[int | None, float]]:
+    """Return (rows per chunk, seconds that the regions of a step take beyond those with the first choice), most rows
+    first; the first choice is as many as time asks for.
     """
+    if config.axis != "rows" or config.rows_per_chunk is not None:
+        return [(None, 0.0)]
+    regions = [(region, _unbounded(config, region, sizes)) for region in step.regions.values()]
+    most = max((rows for _, rows in regions), default=1)
+    halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
+    measured = rates()
+    fastest = sum(_region_seconds(region, sizes, rows, measured) for region, rows in regions)
 
-    config: Config
-    step: GraphStep
-    sizes: Mapping[str, int]
+    def slower(rows: int) -> float:
+        return max(0.0, sum(_region_seconds(region, sizes, rows, measured) for region, _ in regions) - fastest)
 
-    def rows_choices(self, rates: Callable[[], DeviceRates]) -> list[tuple[int | None, float]]:
-        """Return (rows, seconds slower than with the first, which is as many as time asks for), most rows first."""
-        if self.config.axis != "rows" or self.config.rows_per_chunk is not None:
-            return [(None, 0.0)]
-        most = max((self._unbounded(region) for region in self.step.regions.values()), default=1)
-        halved = [most >> shift for shift in range(1, most.bit_length()) if most >> shift >= LEAST_ROWS]
-        measured = rates()
-        fastest = self._seconds(None, measured)
-        return [(None, 0.0), *((rows, max(0.0, self._seconds(rows, measured) - fastest)) for rows in halved)]
+    return [(None, 0.0), *((rows, slower(rows)) for rows in halved)]
 
-    def head_tokens(self, rows: int | None) -> int | None:
-        """Return the tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""
-        if rows is None:
-            return None
-        most = max((self._unbounded(region) for region in self.step.regions.values()), default=rows)
-        knee = max((knee_tokens(head.terms) for head in self.step.heads.values()), default=rows)
-        return max(LEAST_TOKENS, knee * rows // most)
 
-    def _unbounded(self, region: RegionMemory) -> int:
-        return unbounded_rows(self.config, region.terms_now("nothing"), region.tokens_at(self.sizes))
+def head_tokens(config: Config, step: GraphStep, sizes: Mapping[str, int], rows: int | None) -> int | None:
+    """Return the tokens of a head's chunk beside so many rows of the experts', fewer in the same proportion."""
+    if rows is None:
+        return None
+    most = max((_unbounded(config, region, sizes) for region in step.regions.values()), default=rows)
+    knee = max((knee_tokens(head.terms) for head in step.heads.values()), default=rows)
+    return max(LEAST_TOKENS, knee * rows // most)
 
-    def _seconds(self, rows: int | None, rates: DeviceRates) -> float:
-        """Return the seconds of all regions of this graph in one step."""
-        seconds = 0.0
-        for region in self.step.regions.values():
-            terms = region.terms_now("nothing")
-            seconds += rows_seconds(
-                rates,
-                num_routed=max(1, region.rows_at(self.sizes)),
-                num_experts=terms.num_experts,
-                flops_per_row=STEP_FLOPS * terms.flops_per_row,
-                param_bytes=terms.param_bytes,
-                rows=self._unbounded(region) if rows is None else rows,
-                takes_group=terms.takes_group,
-            )
-        return seconds
+
+def _unbounded(config: Config, region: RegionMemory, sizes: Mapping[str, int]) -> int:
+    return unbounded_rows(config, region.terms_now("nothing"), region.tokens_at(sizes))
+
+
+def _region_seconds(region: RegionMemory, sizes: Mapping[str, int], rows: int, rates: DeviceRates) -> float:
+    terms = region.terms_now("nothing")
+    return rows_seconds(
+        rates,
+        num_routed=max(1, region.rows_at(sizes)),
+        num_experts=terms.num_experts,
+        flops_per_row=STEP_FLOPS * terms.flops_per_row,
+        param_bytes=terms.param_bytes,
+        rows=rows,
+        takes_group=terms.takes_group,
+    )

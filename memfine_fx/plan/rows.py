@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 KNEE_ROWS = {"cpu": 2048, "cuda": 32768}
-"""Rows a chunk at which time stops falling, where that is not measured for the layer (`plan.knee`).
+"""Rows a chunk at which time stops falling, where that is not measured for the layer (`plan.rates`).
 
 docs/design/plan.md, "The throughput knee", has the measurement (CPU) and the reasoning where it is not measured yet
 (CUDA)."""
@@ -143,20 +143,20 @@ def _measured_rows(region: RegionBytes, knee: int, num_tokens: int) -> tuple[int
 
 
 def _round_rows(region: RegionBytes, num_tokens: int, chunk_rows: int) -> tuple[int, str]:
-    assert region.travel is not None, "rows of a single rank come in no rounds"
-    if region.travel.round_rows is not None:
-        return region.travel.round_rows, "rows per round fixed by the group"
+    assert region.all_to_all is not None, "rows of a single rank come in no rounds"
+    if region.all_to_all.round_rows is not None:
+        return region.all_to_all.round_rows, "rows per round fixed by the group"
     return max(chunk_rows, rows_of_even_round(num_tokens * region.top_k)), (
         "rounds of as many rows as even routing brings, with an eighth for its noise"
     )
 
 
 def _comes_in_rounds(region: RegionBytes, axis: Axis) -> bool:
-    return axis == "rows" and region.travel is not None
+    return axis == "rows" and region.all_to_all is not None
 
 
 def _cuts_tokens(region: RegionBytes, axis: Axis) -> bool:
-    return axis == "tokens" and region.travel is None
+    return axis == "tokens" and region.all_to_all is None
 
 
 def _within(

@@ -7,6 +7,7 @@ Terms
                 its backward, several forwards under one loss, or an evaluation
     interval    everything between two steps of an optimizer
     context     what a plan depends on beside its graph: sizes, what is alive beside the run, bytes that it may use
+                (`memory.step.RunMemory`)
 
 A run is open for as long as the autograd nodes of its results live and their backward has not run. So a loss that is
 thrown away, an evaluation that forgot `no_grad` and a step that an exception ended all close by themselves, exactly
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,19 +28,12 @@ from torch.utils.weak import WeakIdRef
 
 from memfine_fx.memory.step import GraphStep, RunMemory
 
-__all__ = ["CalledGraph", "Caller", "MemoryContext", "Owner", "Run", "RunHistory", "gradient_bytes", "parameters_of"]
+__all__ = ["CalledGraph", "Caller", "Owner", "Run", "RunHistory", "gradient_bytes", "parameters_of"]
 
 _KEY = "memfine_fx"
 
 
-class Owner(Protocol):
-    """An owner of parameters: a graph, or a caller of one."""
-
-    def alive_parameters(self) -> list[torch.Tensor]:
-        """The parameters, those that still live."""
-
-
-class CalledGraph(Owner, Protocol):
+class CalledGraph(Protocol):
     """A compiled graph as plans see it; its parameters are those of all its callers.
 
     Args:
@@ -49,6 +43,9 @@ class CalledGraph(Owner, Protocol):
 
     step: GraphStep
     is_limited: bool
+
+    def alive_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that still live."""
 
     def input_bytes(self, inputs: Sequence[object]) -> int:
         """Tensor inputs of a call that are neither parameters nor results of earlier graphs."""
@@ -81,6 +78,10 @@ class Caller:
 
     def _alive(self) -> Iterator[torch.Tensor]:
         return (parameter for reference in self.parameters if (parameter := reference()) is not None)
+
+
+Owner = CalledGraph | Caller
+"""An owner of parameters."""
 
 
 class _Mark:
@@ -133,25 +134,6 @@ class Run:
 
     def close(self) -> None:
         self._is_done = True
-
-
-@dataclass(frozen=True)
-class MemoryContext:
-    """The state of a run that its plan depends on.
-
-    Args:
-        memory: the run.
-        available_bytes: bytes that the run may use beyond what exists before it; None without a budget.
-    """
-
-    memory: RunMemory
-    available_bytes: int | None
-    key: tuple[object, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        memory = self.memory
-        beside = (memory.saved_bytes, memory.later_gradient_bytes, self.available_bytes, memory.saved, memory.added)
-        object.__setattr__(self, "key", (id(memory.step), *sorted(memory.sizes.items()), *beside))
 
 
 class RunHistory:

@@ -13,7 +13,7 @@ from memfine_fx.config import Config
 from memfine_fx.memory.static import foreseen_state_bytes, living_optimizers, static_terms
 from memfine_fx.memory.step import RunMemory
 from memfine_fx.plan.peaks import SolvedPeaks
-from memfine_fx.plan.runs import CalledGraph, MemoryContext, Owner, RunHistory, gradient_bytes, parameters_of
+from memfine_fx.plan.runs import CalledGraph, Owner, RunHistory, gradient_bytes, parameters_of
 
 __all__ = ["StepState"]
 
@@ -27,7 +27,7 @@ class StepState:
         graphs: of the session; it appends to this list and removes from it.
         timed: returns a context manager that counts the time within as a stage's.
         runs_here: whether the graphs run on this machine, whose measured rates then count.
-        context: of the run whose forward or backward is at work, or was last.
+        context: the run whose forward or backward is at work, or was last.
         device_limits: bytes of accelerators for this session, where it has no budget; they are asked again once more
             exists there.
         revision: the number of times that a graph or a caller of one was added.
@@ -38,7 +38,7 @@ class StepState:
     timed: Callable[[str], AbstractContextManager[None]]
     runs_here: bool = True
     history: RunHistory = field(default_factory=RunHistory)
-    context: MemoryContext | None = None
+    context: RunMemory | None = None
     peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
     device_limits: dict[torch.device, int] = field(default_factory=dict)
     revision: int = 0

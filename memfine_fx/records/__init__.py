@@ -28,7 +28,6 @@ __all__ = [
     "RegionDims",
     "SavePolicy",
     "SavingOp",
-    "SlotLayout",
     "Where",
 ]
 
@@ -48,7 +47,7 @@ class SavingOp:
     Args:
         region_id: key of the region.
         policy: how much.
-        wanted: gradients, as `runtime.bodies.Bodies.saving` is asked for them.
+        wanted: gradients, as `runtime.compiled_expert.CompiledExpert.saving` is asked for them.
     """
 
     region_id: str
@@ -150,14 +149,6 @@ class ExpertFunction:
     param_kinds: tuple[ParamKind, ...]
 
 
-@dataclass(frozen=True)
-class SlotLayout:
-    """Rows in their experts' slots: a tensor of `num_dims` dimensions, experts along `expert_dim`, H last."""
-
-    expert_dim: int
-    num_dims: int
-
-
 OutOfRange = Literal["error", "larger dropped", "dropped", "from the end"]
 """What assignments do whose expert id is not in [0, E): raise IndexError; those of E and more are skipped and negative
 ones raise (offsets of grouped matmuls); all are skipped (masks); negative ones count from the last expert (the index of
@@ -175,21 +166,23 @@ class MoERegion:
         expert_index: [T,K] integer node.
         routing_weight: [T,K] float node, or None when the experts' outputs are summed unweighted.
         params: the parameters of `expert_fn` in order, flat: one node for the "expert" kind (a table [E,...])
-            and the "shared" kind, E nodes for the "each" kind (see `runtime.params.group_params`).
+            and the "shared" kind, E nodes for the "each" kind (see `runtime.routing.group_params`).
         expert_fn: one expert on its rows.
         dims: sizes.
-        where: provenance.
+        first_matmul: the experts' first in graph order, which the report names; without one, the exit of the cut.
+        where: its provenance.
         out_of_range: what this spelling does with assignments whose expert id is not in [0, E), see `OutOfRange`.
         base: [T,H] node that the combined output is added to, or None.
         gathers_weight: whether `routing_weight` is [T,E], to be gathered by the index.
         weight_columns: where it is not one tensor but every expert's own column, [T] or [T,1]: those, in order.
-        slots: how `hidden` and the output are laid out where rows stand in their experts' slots; then there is
-            neither index nor weight, and T is the number of slots.
+        slot_dim: the dimension of experts in `hidden` and in the output where rows stand in their experts' slots; then
+            there is neither index nor weight, and T is the number of slots. Else None.
         expert_dims: the dimension of experts in each of `params`; () once it is the first in all (`read.tables`).
         makes_tables: whether tables are computed, each expert's when it runs.
         why_expanded: why tables that are computed (base weights and an adapter's product) are computed whole, ahead of
             the experts; "" where each expert's is made when it runs, or where none is computed.
         stops: nodes of the cut that let no gradient through, as `expert_fn` does not where they stood.
+        seed: the routing decision that it was read from.
     """
 
     cut: Cut
@@ -200,16 +193,18 @@ class MoERegion:
     params: tuple[fx.Node, ...]
     expert_fn: ExpertFunction
     dims: RegionDims
+    first_matmul: fx.Node
     where: Where
     out_of_range: OutOfRange
     base: fx.Node | None = None
     gathers_weight: bool = False
     weight_columns: tuple[fx.Node, ...] = ()
-    slots: SlotLayout | None = None
+    slot_dim: int | None = None
     expert_dims: tuple[int, ...] = ()
     makes_tables: bool = False
     why_expanded: str = ""
     stops: tuple[fx.Node, ...] = ()
+    seed: fx.Node | None = None
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class RegionReport:
         num_ranks: that share its experts.
         rounds: of its latest step, where its experts live on several ranks.
         num_added: gradients of its parameters that its latest backward added to where they were, making no others.
-        body_key: content hash of the expert bodies; equal for layers that share them.
+        body_key: content hash of the compiled experts; equal for layers that share them.
         node: the graph node where a proof stopped.
         obstacle: that node's "file:line" where it is another one than in `where`.
         verified_error: worst relative error that `verify` saw, None where it was not asked for.
@@ -55,7 +55,7 @@ class RegionReport:
         not_compared_with_code: why its layer could not be compared with the model's own code, "" where they agree.
         makes_tables: where tables are computed (adapters, quantized weights): how each expert's is made when it runs.
         why_expanded: why such tables are computed whole, ahead of the experts; "" where they are not.
-        runs_in: on a GPU, "GPU kernels", or "bodies" and why; "" elsewhere.
+        runs_in: on a GPU, "GPU kernels", or "compiled functions" and why; "" elsewhere.
     """
 
     status: Literal["chunked", "refused"]

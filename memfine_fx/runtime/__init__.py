@@ -1,6 +1,6 @@
 """Runtime: what is awake while a step runs.
 
-In: tensors of one call, and the region's record in the store: its compiled bodies and how its plan is chosen. Out:
+In: tensors of one call, and the region's record in the store: its compiled functions and how its plan is chosen. Out:
 the experts' combined output, and in backward every gradient.
 One idea: rows are put in their experts' order once, saved as index arrays, and walked chunk by chunk; each chunk is
 computed, added where it belongs and dropped, and backward recomputes it. So of the routed rows only one chunk's

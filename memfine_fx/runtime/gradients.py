@@ -42,8 +42,11 @@ class ParamGradient:
         onto: Sequence[torch.Tensor | None] = (),
     ) -> None:
         onto = onto or [None] * len(tensors)
+        fp32 = torch.float32
         self._values = [
-            existing if existing is not None else _allocate(tensor, in_fp32=in_fp32) if is_wanted else None
+            torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, fp32) if in_fp32 else None)
+            if existing is None and is_wanted
+            else existing
             for tensor, is_wanted, existing in zip(tensors, wanted, onto, strict=True)
         ]
         self._kind = kind
@@ -153,7 +156,3 @@ class ParamGradient:
         if self._written[slot] and place is not None:
             staged.add_(place)
         self._staging[slot] = staged
-
-
-def _allocate(tensor: torch.Tensor, *, in_fp32: bool) -> torch.Tensor:
-    return torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32) if in_fp32 else None)

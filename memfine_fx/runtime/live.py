@@ -6,24 +6,26 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from memfine_fx.records import ChunkPlan
 from memfine_fx.records.heads import HeadLoss, HeadPlan
 from memfine_fx.runtime.head_loop import LossKernel
-from memfine_fx.runtime.registry import Registry
 
-__all__ = ["MOST_PLANS", "Live", "LiveHead", "lookup_head", "register_head", "unregister_head"]
+__all__ = ["MOST_PLANS", "Live", "LiveHead", "Registry", "lookup_head", "register_head", "unregister_head"]
 
 log = logging.getLogger("memfine_fx.plans")
 
 MOST_PLANS = 256
 """The most plans that are stored for one region: a generation has another length at each token."""
 
+LiveT = TypeVar("LiveT", bound="Live[Any]")
 PlanT = TypeVar("PlanT", ChunkPlan, HeadPlan)
 
 
@@ -81,6 +83,34 @@ class LiveHead(Live[HeadPlan]):
 
     loss: HeadLoss
     kernel: LossKernel | None = None
+
+
+class Registry(Generic[LiveT]):
+    """A table of live counterparts by the region id in a compiled graph; filled while graphs are compiled, by any
+    thread.
+
+    It keeps none alive: a counterpart lives with the record of its graph, and so with the model.
+    """
+
+    def __init__(self) -> None:
+        self._live: weakref.WeakValueDictionary[str, LiveT] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def register(self, live: LiveT) -> None:
+        with self._lock:
+            self._live[live.region_id] = live
+
+    def unregister(self, region_id: str) -> None:
+        with self._lock:
+            del self._live[region_id]
+
+    def lookup(self, region_id: str) -> LiveT:
+        """The live counterpart of a key.
+
+        Raises:
+            KeyError: the graph was compiled by another process and never registered here, or its model is gone.
+        """
+        return self._live[region_id]
 
 
 _heads: Registry[LiveHead] = Registry()

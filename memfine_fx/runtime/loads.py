@@ -65,7 +65,7 @@ class RoundStats:
         )
 
 
-class Arrival(Protocol):
+class CopyEvent(Protocol):
     """An object that tells whether a copy to the host has arrived: a `torch.cuda.Event` recorded behind the copy."""
 
     def query(self) -> bool: ...
@@ -78,7 +78,7 @@ class LoadHistory:
     """The largest load of each step; only one number a step is stored."""
 
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
-    _arriving: deque[tuple[torch.Tensor, Arrival, int | None]] = field(default_factory=deque)
+    _arriving: deque[tuple[torch.Tensor, CopyEvent, int | None]] = field(default_factory=deque)
 
     def note(self, offsets: torch.Tensor) -> None:
         """Note the routing of a step.
@@ -104,8 +104,8 @@ class LoadHistory:
     def _read(self, *, waits: bool) -> None:
         """Note what has come, or all that is to come."""
         while self._arriving and (waits or self._arriving[0][1].query()):
-            host, arrival, expected_rows = self._arriving.popleft()
-            arrival.synchronize()
+            host, event, expected_rows = self._arriving.popleft()
+            event.synchronize()
             places = host.tolist()
             if expected_rows is not None and places[-1] - places[0] != expected_rows:
                 raise IndexError(
@@ -129,13 +129,13 @@ class LoadHistory:
         return Imbalance(self._ratios[-1], _quantile(rising, 0.5), _quantile(rising, 0.95), rising[-1], len(rising))
 
 
-def _on_its_way(offsets: torch.Tensor) -> tuple[torch.Tensor, Arrival]:
+def _on_its_way(offsets: torch.Tensor) -> tuple[torch.Tensor, CopyEvent]:
     """Return a copy on the host that the device will fill, and an object that tells when."""
     host = torch.empty(offsets.shape, dtype=offsets.dtype, pin_memory=True)  # into other memory the host would wait
     host.copy_(offsets, non_blocking=True)
-    arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not say
-    arrival.record(torch.cuda.current_stream(offsets.device))
-    return host, arrival
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not say
+    event.record(torch.cuda.current_stream(offsets.device))
+    return host, event
 
 
 def _quantile(rising: list[float], share: float) -> float:

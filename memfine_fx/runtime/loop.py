@@ -1,4 +1,4 @@
-"""The chunk loop: gather rows, run the expert's body, add into the tokens; backward recomputes chunk by chunk.
+"""The chunk loop: gather rows, run the compiled expert, add into the tokens; backward recomputes chunk by chunk.
 
 No [N,H] or [N,F] tensor is ever allocated: a chunk's rows are gathered when its turn comes, and everything allocated
 for a chunk is freed before the next. In low precision the sums over a token's choices run in fp32.
@@ -16,11 +16,11 @@ import torch
 from memfine_fx.compat.autograd import without_autocast
 from memfine_fx.memory.sizes import GROUPS, ROWS
 from memfine_fx.records import ChunkPlan
-from memfine_fx.runtime.bodies import BackwardBody, Bodies, PlainGrad, ProductGrad, SavingBodies
+from memfine_fx.runtime.compiled_expert import CompiledBackward, CompiledExpert, Product, SavingFunctions
 from memfine_fx.runtime.gradients import ParamGradient
 from memfine_fx.runtime.halving import Progress, run_chunks
 from memfine_fx.runtime.mact import ChunkTuner
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import Routed
 from memfine_fx.runtime.schedule import Chunk, cut_at
 
 __all__ = ["Places", "SavedRows", "accumulator_dtype", "chunks_of", "open_gradients", "run_backward", "run_forward"]
@@ -32,15 +32,17 @@ def _ignore(rows: int) -> None:
 
 @dataclass(frozen=True)
 class SavedRows:
-    """Bodies that save tensors in forward for backward, and the saved tensors of the first rows in expert order.
+    """Compiled functions that save tensors in forward for backward, and the saved tensors of the first rows in expert
+    order.
 
     Args:
-        bodies: see `runtime.bodies`; rows of which nothing is saved go through the bodies of the region.
+        functions: see `runtime.compiled_expert`; rows of which nothing is saved go through the region's plain
+            functions.
         tensors: [M,...].
         num_rows: M; None: all, however many there are.
     """
 
-    bodies: SavingBodies
+    functions: SavingFunctions
     tensors: Sequence[torch.Tensor] = ()
     num_rows: int | None = None
 
@@ -58,23 +60,23 @@ class SavedRows:
 
     @property
     def copied(self) -> Sequence[torch.Tensor]:
-        """Return the saved tensors that a body computes elsewhere, so that they are copied."""
-        return [tensor for tensor, product in zip(self.tensors, self.bodies.given, strict=True) if product is None]
+        """Return the saved tensors that a compiled function computes elsewhere, so that they are copied."""
+        return [tensor for tensor, product in zip(self.tensors, self.functions.given, strict=True) if product is None]
 
     def give(self, arguments: Sequence[torch.Tensor], chunk: Chunk) -> list[torch.Tensor]:
         """Compute in place a chunk's part of the saved tensors that are products of its arguments; return the parts."""
         parts = []
-        for tensor, product in zip(self.tensors, self.bodies.given, strict=True):
+        for tensor, product in zip(self.tensors, self.functions.given, strict=True):
             if product is not None:
                 parts.append(tensor[chunk.start : chunk.stop])
                 product.into(parts[-1], arguments)
         return parts
 
     @staticmethod
-    def empty(bodies: SavingBodies, hidden: torch.Tensor, num_rows: int) -> SavedRows:
+    def empty(functions: SavingFunctions, hidden: torch.Tensor, num_rows: int) -> SavedRows:
         """Allocate the tensors that a forward will save; rows of dropped assignments are never written."""
-        tensors = [hidden.new_empty((num_rows, *saved.shape), dtype=saved.dtype) for saved in bodies.saved]
-        return SavedRows(bodies, tensors, num_rows)
+        tensors = [hidden.new_empty((num_rows, *saved.shape), dtype=saved.dtype) for saved in functions.saved]
+        return SavedRows(functions, tensors, num_rows)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def chunks_of(
     routed: Routed,
-    bodies: Bodies,
+    compiled_expert: CompiledExpert,
     plan: ChunkPlan,
     tuner: ChunkTuner | None = None,
     saved: SavedRows | None = None,
@@ -118,7 +120,7 @@ def chunks_of(
         routed.offsets,
         top_k=routed.top_k,
         num_tokens=routed.num_tokens,
-        groups=bodies.takes_group,
+        groups=compiled_expert.takes_group,
         is_new_step=is_new_step,
     )
     return chunks if saved is None else saved.cut(chunks)
@@ -126,7 +128,7 @@ def chunks_of(
 
 def run_forward(
     routed: Routed,
-    bodies: Bodies,
+    compiled_expert: CompiledExpert,
     chunks: Sequence[Chunk],
     out_dtype: torch.dtype,
     on_failure: Callable[[int], None] = _ignore,
@@ -137,37 +139,37 @@ def run_forward(
 
     Args:
         place: of a layer with K = 1 all of whose rows are in chunks: contributions are set there, not summed.
-        saved: bodies that save tensors for backward, and where to write these.
+        saved: compiled functions that save tensors for backward, and where to write these.
         on_failure: called with the rows that a chunk may have from now on, after an allocation failed and the chunks
             were halved.
 
     Raises:
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
-    plain = saved.bodies.forward if saved is not None and saved.num_rows is None else bodies.forward()
+    plain = saved.functions.forward if saved is not None and saved.num_rows is None else compiled_expert.forward()
     hidden = routed.hidden
     write = _add_rows if place is None else _set_rows_of
     copied = () if saved is None else saved.copied
     out = place
     if out is None:
-        out = hidden.new_zeros((hidden.shape[0], bodies.out_width), dtype=accumulator_dtype(out_dtype))
+        out = hidden.new_zeros((hidden.shape[0], compiled_expert.out_width), dtype=accumulator_dtype(out_dtype))
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
-        arguments = routed.arguments(bodies, chunk, assignments, tokens)
+        arguments = routed.arguments(compiled_expert, chunk, assignments, tokens)
         if saved is None or not saved.holds(chunk):
-            (contribution,) = plain.call(*arguments)
+            (contribution,) = plain(*arguments)
             progress.complete([partial(write, out, tokens, contribution)])
             return
-        contribution, *values = saved.bodies.forward.call(*arguments, *saved.give(arguments, chunk))
+        contribution, *values = saved.functions.forward(*arguments, *saved.give(arguments, chunk))
         writes = [partial(_set_rows, *both, chunk) for both in zip(copied, values, strict=True)]
         progress.complete([partial(write, out, tokens, contribution), *writes])
 
     def needs() -> list[tuple[str, int]]:
-        return _row_terms(routed, bodies.out_width, plain.peak_bytes)
+        return _row_terms(routed, compiled_expert.out_width, plain.peak_bytes)
 
     with without_autocast():
-        limit = run_chunks(chunks, run, groups=bodies.takes_group, needs=needs)
+        limit = run_chunks(chunks, run, groups=compiled_expert.takes_group, needs=needs)
     if limit is not None:
         on_failure(limit)
     return out if place is not None else out.to(out_dtype)
@@ -176,7 +178,7 @@ def run_forward(
 def run_backward(
     grad: torch.Tensor,
     routed: Routed,
-    bodies: Bodies,
+    compiled_expert: CompiledExpert,
     chunks: Sequence[Chunk],
     wanted: tuple[bool, bool],
     wanted_params: Sequence[Sequence[bool]],
@@ -193,7 +195,7 @@ def run_backward(
         wanted: hidden, weight.
         wanted_params: per parameter, whether each of its tensors wants its gradient.
         on_failure: as in `run_forward`.
-        saved: bodies that read saved tensors, and the tensors that their forward wrote.
+        saved: compiled functions that read saved tensors, and the tensors that their forward wrote.
         into: gradients of the parameters that others add to as well; they are added to and not returned.
         places: for the gradients of rows and weights, which are not returned then.
         onto: per parameter, gradients of its tensors that are there and are added to, and returned as they are then.
@@ -202,9 +204,9 @@ def run_backward(
         ChunkOutOfMemory: memory ran out in a chunk of a single row.
     """
     if saved is not None and saved.num_rows is None:
-        plain = saved.bodies.backward
+        plain = saved.functions.backward
     else:
-        plain = bodies.backward((*wanted, *map(any, wanted_params)))
+        plain = compiled_expert.backward((*wanted, *map(any, wanted_params)))
     hidden, weight = routed.hidden, routed.flat_weight
     grad_hidden = grad_weight = None
     if places is None and plain.rows_grad is not None:
@@ -212,36 +214,39 @@ def run_backward(
     if plain.weight_grad is not None:
         assert weight is not None
         grad_weight = torch.zeros_like(weight) if places is None else places.weight
-    params = open_gradients(plain, routed.params, bodies, wanted_params, onto) if into is None else into
+    params = open_gradients(plain, routed.params, compiled_expert, wanted_params, onto) if into is None else into
 
     def run(chunk: Chunk, progress: Progress) -> None:
         assignments, tokens = routed.places(chunk)
-        rows_grad = grad.index_select(0, tokens).to(bodies.contribution_dtype)
-        arguments = [rows_grad, *routed.arguments(bodies, chunk, assignments, tokens)]
-        body = plain
+        rows_grad = grad.index_select(0, tokens).to(compiled_expert.contribution_dtype)
+        arguments = [rows_grad, *routed.arguments(compiled_expert, chunk, assignments, tokens)]
+        backward = plain
         if saved is not None and saved.holds(chunk):
-            body = saved.bodies.backward
+            backward = saved.functions.backward
             arguments += [tensor[chunk.start : chunk.stop] for tensor in saved.tensors]
-        results = body.call(*arguments)
+        results = backward.call(*arguments)
         effects: list[Callable[[], object]] = []
         # Always in this order: what is walked again after a failure skips as many effects as had happened.
-        if grad_hidden is not None and body.rows_grad is not None:
-            effects.append(partial(_add_rows, grad_hidden, tokens, results[body.rows_grad]))
-        if grad_weight is not None and body.weight_grad is not None:
-            effects.append(partial(grad_weight.index_copy_, 0, assignments, results[body.weight_grad]))
-        effects.extend(_param_effects(params, body, chunk, arguments, results, groups=bodies.takes_group))
-        if places is not None and places.rows is not None and body.rows_grad is not None:
+        if grad_hidden is not None and backward.rows_grad is not None:
+            effects.append(partial(_add_rows, grad_hidden, tokens, results[backward.rows_grad]))
+        if grad_weight is not None and backward.weight_grad is not None:
+            effects.append(partial(grad_weight.index_copy_, 0, assignments, results[backward.weight_grad]))
+        effects.extend(_param_effects(params, backward, chunk, arguments, results, groups=compiled_expert.takes_group))
+        if places is not None and places.rows is not None and backward.rows_grad is not None:
             effects.append(
-                partial(_set_rows_of, places.rows, tokens, results[body.rows_grad])
+                partial(_set_rows_of, places.rows, tokens, results[backward.rows_grad])
             )  # last: it may end `grad`
         progress.complete(effects)
 
     def needs() -> list[tuple[str, int]]:
         staged = max((param.staged_bytes for param in params if param is not None), default=0)
-        return [*_row_terms(routed, bodies.out_width, plain.peak_bytes), ("gradient staging of an expert", staged)]
+        return [
+            *_row_terms(routed, compiled_expert.out_width, plain.peak_bytes),
+            ("gradient staging of an expert", staged),
+        ]
 
     with without_autocast():
-        limit = run_chunks(chunks, run, groups=bodies.takes_group, needs=needs)
+        limit = run_chunks(chunks, run, groups=compiled_expert.takes_group, needs=needs)
     if limit is not None:
         on_failure(limit)
     grads: list[torch.Tensor] = []
@@ -255,15 +260,15 @@ def run_backward(
 
 
 def open_gradients(
-    body: BackwardBody,
+    backward: CompiledBackward,
     params: Sequence[Sequence[torch.Tensor]],
-    bodies: Bodies,
+    compiled_expert: CompiledExpert,
     wanted_params: Sequence[Sequence[bool]],
     onto: Sequence[Sequence[torch.Tensor | None]] = (),
 ) -> list[ParamGradient | None]:
-    """Allocate the gradients of the parameters that `body` gives; None where it gives none."""
+    """Allocate the gradients of the parameters that `backward` gives; None where it gives none."""
     existing = onto or [()] * len(params)
-    groups = zip(body.param_grads, params, bodies.param_kinds, wanted_params, existing, strict=True)
+    groups = zip(backward.param_grads, params, compiled_expert.param_kinds, wanted_params, existing, strict=True)
     return [
         None if how is None else ParamGradient(tensors, kind, flags, onto=gradients)
         for how, tensors, kind, flags, gradients in groups
@@ -284,7 +289,7 @@ def _set_rows(place: torch.Tensor, rows: torch.Tensor, chunk: Chunk) -> None:
 
 def _param_effects(
     params: Sequence[ParamGradient | None],
-    body: BackwardBody,
+    backward: CompiledBackward,
     chunk: Chunk,
     arguments: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
@@ -293,16 +298,16 @@ def _param_effects(
 ) -> Iterator[Callable[[], object]]:
     """Two effects a parameter, for any part of a chunk: adding, and finishing where the chunk completes."""
     expert = chunk.first_expert
-    for param, how in zip(params, body.param_grads, strict=True):
+    for param, how in zip(params, backward.param_grads, strict=True):
         if param is None:
             continue
-        if isinstance(how, ProductGrad):
+        if isinstance(how, Product):
             left, right = how.left.value(arguments, results), how.right.value(arguments, results)
             yield partial(param.add_product, expert, left, right, is_part=chunk.is_part)
-        elif isinstance(how, PlainGrad) and groups:
-            yield partial(_add_group, param, chunk, results[how.index])
-        elif isinstance(how, PlainGrad):
-            yield partial(param.add_tensor, expert, results[how.index], is_part=chunk.is_part)
+        elif how is not None and groups:
+            yield partial(_add_group, param, chunk, results[how])
+        elif how is not None:
+            yield partial(param.add_tensor, expert, results[how], is_part=chunk.is_part)
         yield partial(param.finish, expert) if chunk.completes else _nothing
 
 
@@ -314,7 +319,7 @@ def _row_terms(routed: Routed, out_width: int, peak: sympy.Expr) -> list[tuple[s
     """Return (name, bytes) of what a chunk of one row of one expert needs, beyond what is alive outside it."""
     hidden = routed.hidden
     rows = hidden.shape[1] * hidden.element_size() + out_width * 4
-    return [("expert body", int(peak.subs({ROWS: 1, GROUPS: 1}))), ("gathered row", rows)]
+    return [("expert function", int(peak.subs({ROWS: 1, GROUPS: 1}))), ("gathered row", rows)]
 
 
 def _add_group(param: ParamGradient, chunk: Chunk, gradient: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The ops that a chunked region becomes: `memfine::route`, `memfine::experts`, `memfine::experts_backward`.
 
 They are opaque to the compiler around them: their fake implementations give shapes, their real ones run the
-chunk loop on compiled bodies. Chunk sizes are read at run time from the region's plan. Routing is an op of its
+chunk loop on compiled functions. Chunk sizes are read at run time from the region's plan. Routing is an op of its
 own so that a checkpointed region can save the index arrays instead of the experts' output.
 
 `memfine::experts_saving` and `memfine::experts_backward_saved` stand for the same pair where the plan of the step
@@ -20,12 +20,10 @@ from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.memory.measure import span
 from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.runtime.accumulation import gradients_to_add_to, note_idle
-from memfine_fx.runtime.bodies import SavingBodies
+from memfine_fx.runtime.compiled_expert import SavingFunctions
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
-from memfine_fx.runtime.params import group_params
 from memfine_fx.runtime.ranges import range_of, ranged
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.routing import Routed, group_params, sort_assignments
 from memfine_fx.runtime.store import ExpertKernels, LiveRegion, lookup
 
 __all__ = [
@@ -111,7 +109,7 @@ def experts(
         hidden: [T,H].
         weight: [T,K] or None.
         order, offsets: from `memfine::route`, or on the device from `memfine::route_on_device`.
-        params: the parameters of the expert function, see `runtime.params`.
+        params: the parameters of the expert function, see `runtime.routing.group_params`.
         region_id: key of the live region.
 
     Returns:
@@ -144,16 +142,16 @@ def _forward(routed: Routed, region_id: str, saved: SavedRows | None) -> torch.T
         return _forward_in_kernels(kernels, region, routed, plan, name, saved)
     routed = routed.on_host()
     region.check_ids(routed.order, routed.offsets)
-    chunks = chunks_of(routed, region.bodies, plan, region.tuner, saved)
+    chunks = chunks_of(routed, region.compiled_expert, plan, region.tuner, saved)
     region.plan, region.num_tokens, region.num_chunks = plan, num_tokens, len(chunks)
     region.largest_chunk = max((chunk.num_rows for chunk in chunks), default=0)
-    has_shared = "shared" in region.bodies.param_kinds
+    has_shared = "shared" in region.compiled_expert.param_kinds
     region.stages_gradients = has_shared or any(chunk.is_part for chunk in chunks)
     region.num_steps += 1
     region.loads.note(routed.offsets)
     lower = partial(region.lower, num_tokens)
     with span(f"forward {region_id}"), range_of(name):
-        return run_forward(routed, region.bodies, ranged(chunks, name), region.out_dtype, lower, saved)
+        return run_forward(routed, region.compiled_expert, ranged(chunks, name), region.out_dtype, lower, saved)
 
 
 def _forward_in_kernels(
@@ -171,7 +169,7 @@ def _forward_in_kernels(
 
 
 def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...]]:
-    return group_params(flat, region.bodies.param_kinds, region.num_experts)
+    return group_params(flat, region.compiled_expert.param_kinds, region.num_experts)
 
 
 @experts.register_fake
@@ -188,7 +186,7 @@ def _(
 
 def _empty_output(hidden: torch.Tensor, region_id: str) -> torch.Tensor:
     region = lookup(region_id)
-    return hidden.new_empty((hidden.shape[0], region.bodies.out_width), dtype=region.out_dtype)
+    return hidden.new_empty((hidden.shape[0], region.compiled_expert.out_width), dtype=region.out_dtype)
 
 
 @torch.library.custom_op(
@@ -232,12 +230,12 @@ def _backward(
         with span(f"backward {region_id}"), range_of(name):
             return kernels.backward(grad, region, routed, plan, wanted, saved, existing_grads)
     routed = routed.on_host()
-    chunks = ranged(chunks_of(routed, region.bodies, plan, region.tuner, saved, is_new_step=False), name)
+    chunks = ranged(chunks_of(routed, region.compiled_expert, plan, region.tuner, saved, is_new_step=False), name)
     lower = partial(region.lower, routed.num_tokens)
     rows_and_weight, onto = (wanted[0], wanted[1]), _grouped(existing_grads, region)
     with span(f"backward {region_id}"), range_of(name):
         return run_backward(
-            grad, routed, region.bodies, chunks, rows_and_weight, wanted_params, lower, saved, onto=onto
+            grad, routed, region.compiled_expert, chunks, rows_and_weight, wanted_params, lower, saved, onto=onto
         )
 
 
@@ -395,15 +393,15 @@ def _room(
     exchange = lookup(region_id).exchange
     if exchange is None:
         return saved
-    return SavedRows(saved.bodies, [*exchange.room(hidden, weight, num_rows), *saved.tensors])
+    return SavedRows(saved.functions, [*exchange.room(hidden, weight, num_rows), *saved.tensors])
 
 
-def _saving(region_id: str, wanted: list[bool], policy: str) -> SavingBodies:
+def _saving(region_id: str, wanted: list[bool], policy: str) -> SavingFunctions:
     region = lookup(region_id)
     wanted_params = map(any, _grouped(wanted[2:], region))
-    bodies = region.bodies.saving(cast("SavePolicy", policy), (wanted[0], wanted[1], *wanted_params))
-    assert bodies is not None, f"{region_id} has nothing to save as {policy!r}"
-    return bodies
+    compiled_expert = region.compiled_expert.saving(cast("SavePolicy", policy), (wanted[0], wanted[1], *wanted_params))
+    assert compiled_expert is not None, f"{region_id} has nothing to save as {policy!r}"
+    return compiled_expert
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

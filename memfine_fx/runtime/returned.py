@@ -14,7 +14,7 @@ __all__ = ["attaching"]
 
 
 def attaching(run: Callable[..., Any], returned: Sequence[ReturnedLogits]) -> Callable[..., Any]:
-    """A graph as it was before `lower.returned` rewrote it.
+    """A graph as it was before `lower.head.take_apart` rewrote it.
 
     Args:
         run: the rewritten graph.

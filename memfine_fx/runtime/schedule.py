@@ -1,6 +1,7 @@
 """The order in which a layer's routed rows are walked: a pure function of offsets and plan.
 
-A chunk is a run of rows in expert order: part of one expert, or (for bodies that take a group) several whole
+A chunk is a run of rows in expert order: part of one expert, or (for compiled functions that take a group) several
+    whole
 experts. Chunks of one expert are near equal, so no tail is tiny.
 """
 

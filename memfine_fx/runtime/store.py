@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from memfine_fx.records import ChunkPlan, OutOfRange
-from memfine_fx.runtime.bodies import Bodies, SavedTensor
-from memfine_fx.runtime.live import Live
+from memfine_fx.runtime.compiled_expert import CompiledExpert, SavedTensor
+from memfine_fx.runtime.live import Live, Registry
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
-from memfine_fx.runtime.registry import Registry
 
 if TYPE_CHECKING:
     from memfine_fx.runtime.loop import SavedRows
-    from memfine_fx.runtime.routed import Routed
+    from memfine_fx.runtime.routing import Routed
 
 __all__ = ["ExpertKernels", "LiveRegion", "lookup", "register", "unregister"]
 
@@ -99,7 +98,7 @@ class RowExchange(Protocol):
         """[T,H_out], of this rank's tokens; what was gathered stands in the place of the offsets.
 
         Args:
-            saved: tensors of `room`, and what the bodies save, if anything is saved.
+            saved: tensors of `room`, and what the compiled functions save, if anything is saved.
         """
         ...
 
@@ -121,21 +120,21 @@ class LiveRegion(Live[ChunkPlan]):
     """One lowered region.
 
     Args:
-        bodies: what its chunks call.
+        compiled_expert: what its chunks call.
         num_experts, top_k: E, K.
         out_of_range: what assignments with an expert id outside [0, E) do; negative ones that count from the end were
             made positive before they come here.
         tuner: how many chunks a step's rows get under the plan.
         warn: called with a message when an allocation failed and the plan was lowered.
         exchange: where the experts are sharded over ranks.
-        kernels: the GPU kernels that run it; None where its bodies do. Copies of it in other dtypes, as checks make
-            them, may run in bodies all the same.
-        runs_in: "GPU kernels", or on a GPU "bodies" and why.
+        kernels: the GPU kernels that run it; None where its compiled functions do. Copies of it in other dtypes, as
+            checks make them, may run in compiled functions all the same.
+        runs_in: "GPU kernels", or on a GPU "compiled functions" and why.
         loads: how uneven its routing was.
         leaves_idle: whether parameters of experts without rows get no gradient, see `Config.idle_gradients`.
     """
 
-    bodies: Bodies
+    compiled_expert: CompiledExpert
     num_experts: int
     top_k: int
     out_of_range: OutOfRange
@@ -153,13 +152,13 @@ class LiveRegion(Live[ChunkPlan]):
     _limits: dict[int, int] = field(default_factory=dict)  # T -> rows that an allocation failure left
 
     def kernels_for(self, routed: Routed, saved: SavedRows | None) -> ExpertKernels | None:
-        """Return the kernels that run a step on these rows, None where bodies do.
+        """Return the kernels that run a step on these rows, None where compiled functions do.
 
         NOTE: forward and backward must agree, so that nothing here depends on what may change between them.
         """
         if self.kernels is None:
             return None
-        can_save = saved is None or self.kernels.can_save(saved.bodies.saved, routed.hidden.dtype)
+        can_save = saved is None or self.kernels.can_save(saved.functions.saved, routed.hidden.dtype)
         tensors = [routed.hidden, *(tensor for group in routed.params for tensor in group)]
         return self.kernels if can_save and self.kernels.can_run(tensors) else None
 
@@ -169,11 +168,11 @@ class LiveRegion(Live[ChunkPlan]):
         Args:
             offsets: [E+1] from `runtime.routing.sort_assignments`.
         """
-        if not self.leaves_idle or self.exchange is not None or "each" not in self.bodies.param_kinds:
+        if not self.leaves_idle or self.exchange is not None or "each" not in self.compiled_expert.param_kinds:
             return []
         idle = offsets.diff().eq(0).tolist()
         places, first = [], 0
-        for kind in self.bodies.param_kinds:
+        for kind in self.compiled_expert.param_kinds:
             if kind == "each":
                 places += [first + expert for expert, is_idle in enumerate(idle) if is_idle]
             first += self.num_experts if kind == "each" else 1

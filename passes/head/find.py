@@ -407,8 +407,9 @@ def _can_be_returned(
 ) -> bool:
     """Whether logits that are made chunk by chunk are those that the graph returns, and who differentiates them can.
 
-    Every token has its logits, in their order, and the gradient beside the graph (`lower.returned`) finds its operands
-    among the inputs. On a CPU the op multiplies low precision in fp32, which takes longer than the products in place.
+    Every token has its logits, in their order, and the gradient beside the graph (`lower.head.take_apart`) finds its
+    operands among the inputs. On a CPU the op multiplies low precision in fp32, which takes longer than the products in
+    place.
     """
     value = tensor_of(projection)
     is_slow = runs_here and value.device.type == "cpu" and value.dtype is not torch.float32

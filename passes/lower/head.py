@@ -5,26 +5,40 @@ After:   tokens = reshape(hidden', (-1, H))              (hidden' after what hap
          exit = memfine::head_loss(tokens, weight, bias, labels, divisor, wanted, saves_logits, region_id)[0]
 
 Under autocast hidden, weight and bias are cast before the call, as autocast would. Results of the graph that were
-logits become None, or the op's last result, which has no gradient (`returned` gives it one); what asked logits for
+logits become None, or the op's last result, which has no gradient (`take_apart` gives it one); what asked logits for
 their sizes asks a view of the hidden states that has these sizes.
+
+The gradient of returned logits is taken beside the compiled graph, so that it has no tangent [T,V] of zeros.
+
+Before:  logits = linear(hidden, weight, bias);  ...;  return loss, logits
+After:   logits = linear(hidden, weight, bias);  ...;  return loss, logits.detach(), hidden
+         and outside of the graph an autograd node from hidden, weight and bias to logits (`runtime.returned`)
+
+A compiled graph is one autograd node, and what gradients do not come for is given to it as zeros: a tensor of the
+logits' size where a caller uses only the loss, which is what nearly every caller does. A tangent of hidden is V / H
+times smaller. Who differentiates the logits gets the same gradients by one more product for each operand. Only logits
+of which every reader is known (`head.find`), returned as the projection made them or cast, are taken apart.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 import memfine_fx.runtime.head  # noqa: F401  # registers the op
+from memfine_fx.config import Config
 from memfine_fx.passes.dataflow import is_only_asserted, tensor_of
-from memfine_fx.passes.head.find import reads_sizes
+from memfine_fx.passes.head.find import as_made, find_heads, reads_sizes
 from memfine_fx.passes.lower.region import Call, recording
 from memfine_fx.passes.ops import target_name
-from memfine_fx.records.heads import HeadRegion
+from memfine_fx.records import Refusal
+from memfine_fx.records.heads import HeadRegion, ReturnedLogits
 
-__all__ = ["lower_head"]
+__all__ = ["lower_head", "take_apart"]
 
 
 def lower_head(graph_module: fx.GraphModule, head: HeadRegion, region_id: str) -> None:
@@ -101,7 +115,7 @@ def _view_of_logits(call: Call, head: HeadRegion) -> fx.Node:
 
 
 def _replace_results(graph: fx.Graph, results: Sequence[fx.Node], logits: Mapping[fx.Node, fx.Node]) -> None:
-    """Put these logits, or None, where the graph returns others; `returned` may have taken their gradient off."""
+    """Put these logits, or None, where the graph returns others; `take_apart` may have taken their gradient off."""
     (output,) = graph.find_nodes(op="output")
     replacements: dict[fx.Node, fx.Node | None] = {}
     for node in results:
@@ -119,3 +133,46 @@ def _erase_readers_of_sizes(node: fx.Node) -> None:
         if user in node.users:
             _erase_readers_of_sizes(user)
             node.graph.erase_node(user)
+
+
+def take_apart(graph_module: fx.GraphModule, config: Config, given_up: Collection[fx.Node]) -> list[ReturnedLogits]:
+    """Rewrite what a captured graph returns; one record for each of its results that were logits with a gradient.
+
+    Args:
+        graph_module: nothing of it is lowered yet.
+        config: options for heads.
+        given_up: results that will be None.
+    """
+    graph = graph_module.graph
+    heads = find_heads(graph, replace(config, chunks_head=config.chunks_head or None, returns_logits=False))
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else []
+    inputs = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    records = []
+    for head in heads:
+        if isinstance(head, Refusal) or not set(_operands(head)) <= set(inputs):
+            continue
+        logits = as_made(head.results, head.nodes[0])
+        places = [place for place, node in enumerate(results) if node in logits and node not in given_up]
+        for place in places:
+            with graph.inserting_before(output):
+                detached = graph.call_method("detach", (results[place],))
+            detached.meta["example_value"] = tensor_of(results[place]).detach()
+            results[place] = detached
+            records.append(_record(head, place, len(results), inputs))
+        if places:
+            results.append(head.hidden)
+    if records:
+        output.args = (tuple(results),)
+        graph.lint()
+        graph_module.recompile()
+    return records
+
+
+def _operands(head: HeadRegion) -> Sequence[fx.Node]:
+    return [node for node in (head.weight, head.bias) if node is not None]
+
+
+def _record(head: HeadRegion, place: int, of_hidden: int, inputs: dict[fx.Node, int]) -> ReturnedLogits:
+    bias = None if head.bias is None else inputs[head.bias]
+    return ReturnedLogits(place, of_hidden, inputs[head.weight], bias, head.is_transposed, head.logits_dtype)

@@ -18,7 +18,7 @@ from torch import fx
 
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
+from memfine_fx.passes.tracing import TensorSpec, TracedFunction, trace_rows
 from memfine_fx.records import ExpertFunction
 
 __all__ = ["can_lift", "lift_over_experts"]
@@ -37,8 +37,8 @@ def can_lift(expert_fn: ExpertFunction, specs: tuple[TensorSpec, ...]) -> bool:
 
 
 def lift_over_experts(
-    function: TracedBody, specs: tuple[TensorSpec, ...], expert_fn: ExpertFunction
-) -> tuple[TracedBody, tuple[TensorSpec, ...]]:
+    function: TracedFunction, specs: tuple[TensorSpec, ...], expert_fn: ExpertFunction
+) -> tuple[TracedFunction, tuple[TensorSpec, ...]]:
     """The lifted function and its specs: rows, weight if any, params [G,...], group of each row, group ends.
 
     Raises:

@@ -22,7 +22,7 @@ from torch import fx
 from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_map
 from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size, tensor_of
-from memfine_fx.records import Cut, MoERegion, SlotLayout
+from memfine_fx.records import Cut, MoERegion
 
 __all__ = ["lower_region", "recording"]
 
@@ -51,7 +51,7 @@ def lower_region(
     hidden_size, top_k = region.dims.hidden, region.dims.top_k
     with recording(graph, exit_node) as call:
         tokens = region.expert_index
-        if region.slots is None:
+        if region.slot_dim is None:
             assert tokens is not None, "routed rows have an index, slots have a layout"
             hidden = _flat(call, region.hidden, hidden_size)
             index = _flat(call, tokens, top_k)
@@ -60,7 +60,7 @@ def lower_region(
                     torch.where, call(operator.lt, index, 0), call(operator.add, index, region.dims.num_experts), index
                 )
         else:
-            hidden, index, sizes = _rows_of_slots(call, region, region.slots)
+            hidden, index, sizes = _rows_of_slots(call, region, region.slot_dim)
         if table_shape is not None:
             route = call(
                 torch.ops.memfine.route_shared.default, index, region.dims.num_experts, list(table_shape), region_id
@@ -73,8 +73,8 @@ def lower_region(
         combined = call(
             torch.ops.memfine.experts.default, hidden, weight, order, offsets, list(region.params), region_id
         )
-        if region.slots is not None:
-            combined = _slots_of_rows(call, combined, sizes, region, region.slots)
+        if region.slot_dim is not None:
+            combined = _slots_of_rows(call, combined, sizes, region, region.slot_dim)
         else:
             assert tokens is not None
             combined = _shaped_as(call, combined, exit_node, tokens)
@@ -152,10 +152,10 @@ def _shaped_as(call: Call, rows: fx.Node, exit_node: fx.Node, tokens: fx.Node) -
     return call(torch.reshape, rows, (*sizes, own.shape[-1]))
 
 
-def _rows_of_slots(call: Call, region: MoERegion, slots: SlotLayout) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
+def _rows_of_slots(call: Call, region: MoERegion, slot_dim: int) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
     """Slots as rows in expert order, [E*C,H]; each row's expert, [E*C,1]; the sizes between E and H."""
-    moved = call(torch.movedim, region.hidden, slots.expert_dim, 0)
-    sizes = [call(torch.ops.aten.sym_size.int, moved, dim) for dim in range(1, slots.num_dims - 1)]
+    moved = call(torch.movedim, region.hidden, slot_dim, 0)
+    sizes = [call(torch.ops.aten.sym_size.int, moved, dim) for dim in range(1, tensor_of(region.hidden).ndim - 1)]
     num_experts = region.dims.num_experts
     device = tensor_of(region.hidden).device
     experts = call(
@@ -165,9 +165,9 @@ def _rows_of_slots(call: Call, region: MoERegion, slots: SlotLayout) -> tuple[fx
     return call(torch.reshape, moved, (-1, region.dims.hidden)), index, sizes
 
 
-def _slots_of_rows(call: Call, rows: fx.Node, sizes: list[fx.Node], region: MoERegion, slots: SlotLayout) -> fx.Node:
+def _slots_of_rows(call: Call, rows: fx.Node, sizes: list[fx.Node], region: MoERegion, slot_dim: int) -> fx.Node:
     shape = (region.dims.num_experts, *sizes, tensor_of(rows).shape[-1])
-    return call(torch.movedim, call(torch.reshape, rows, shape), 0, slots.expert_dim)
+    return call(torch.movedim, call(torch.reshape, rows, shape), 0, slot_dim)
 
 
 def _replace(flow: Dataflow, cut: Cut, result: fx.Node) -> None:

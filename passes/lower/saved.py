@@ -1,4 +1,4 @@
-"""Select what an expert's forward may save for its backward, and build the pair of bodies that saves it.
+"""Select what an expert's forward may save for its backward, and build the pair of compiled functions that saves it.
 
 Terms
     joint       forward and vjp of the expert function in one graph, (grad, *arguments) -> (value, *gradients)
@@ -20,8 +20,7 @@ it. A saved tensor has one row for each routed row and is contiguous; any other 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,36 +28,34 @@ from torch import fx
 
 from memfine_fx.compat.operators import is_view, op_name
 from memfine_fx.passes.ops import TRANSPOSES, name_of
-from memfine_fx.passes.tracing import TracedBody, is_transpose
+from memfine_fx.passes.tracing import TracedFunction, is_transpose
 from memfine_fx.records import SavePolicy
-from memfine_fx.runtime.bodies import GivenProduct, Operand, SavedTensor
+from memfine_fx.runtime.compiled_expert import (
+    Compiled,
+    CompiledBackward,
+    Operand,
+    Product,
+    SavedTensor,
+    SavingFunctions,
+)
 
-__all__ = ["SavingCut", "cut_joint", "matmul_flops_per_row", "nodes_to_save", "through_transposes"]
+__all__ = ["cut_joint", "matmul_flops_per_row", "nodes_to_save", "through_transposes"]
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class SavingCut:
-    """Both sides of a cut joint graph.
+def cut_joint(
+    joint: TracedFunction,
+    policy: SavePolicy,
+    forward_of: Callable[[TracedFunction], Compiled],
+    backward_of: Callable[[TracedFunction], CompiledBackward],
+) -> SavingFunctions | None:
+    """Return both sides of the joint graph, cut as a policy says and compiled; None where there is nothing to save.
 
     Args:
-        forward: (rows, weight, *params, *those of saved that are given) -> [value, *the others].
-        backward: (grad, rows, weight, *params, *saved) -> gradients.
-        saved: the tensors on the cut.
-        flops_per_row: of the free matmuls that backward is spared.
-        given: how the loop makes each of `saved`, None where the body does.
+        forward_of: compiles (rows, weight, *params, *saved tensors that are given) -> [value, *other saved tensors].
+        backward_of: compiles (grad, rows, weight, *params, *saved tensors) -> gradients.
     """
-
-    forward: TracedBody
-    backward: TracedBody
-    saved: tuple[SavedTensor, ...]
-    flops_per_row: int
-    given: tuple[GivenProduct | None, ...]
-
-
-def cut_joint(joint: TracedBody, policy: SavePolicy) -> SavingCut | None:
-    """Return the joint graph cut as a policy says, None where there is nothing to save."""
     candidates = [(node, _saved_tensor(node, joint)) for node in nodes_to_save(joint.graph_module.graph, policy)]
     nodes = [node for node, tensor in candidates if tensor is not None]
     if not nodes:
@@ -69,23 +66,23 @@ def cut_joint(joint: TracedBody, policy: SavePolicy) -> SavingCut | None:
     given_products = tuple(_given_product(node, others) for node in nodes)
     given_nodes = [node for node, product in zip(nodes, given_products, strict=True) if product is not None]
     returned = [node for node in nodes if node not in given_nodes]
-    return SavingCut(
-        _extracted(joint, [*others, *given_nodes], [value, *returned]),
-        _extracted(joint, [grad, *others, *nodes], gradients),
+    return SavingFunctions(
+        forward_of(_extracted(joint, [*others, *given_nodes], [value, *returned])),
+        backward_of(_extracted(joint, [grad, *others, *nodes], gradients)),
         tuple(tensor for _, tensor in candidates if tensor is not None),
         sum(_flops_per_row(product) for node in nodes for product in _summed(node) or [node] if _is_matmul(product)),
         given_products,
     )
 
 
-def _given_product(node: fx.Node, arguments: Sequence[fx.Node]) -> GivenProduct | None:
+def _given_product(node: fx.Node, arguments: Sequence[fx.Node]) -> Product | None:
     """The product that a node is, where it is one of the function's arguments alone."""
     if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
         return None
     *added, left, right = (_argument(source, arguments) for source in node.args)
     if left is None or right is None or None in added:
         return None
-    return GivenProduct(left, right, *added)
+    return Product(left, right, *added)
 
 
 def _argument(node: Any, arguments: Sequence[fx.Node]) -> Operand | None:
@@ -172,7 +169,7 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _saved_tensor(node: fx.Node, joint: TracedBody) -> SavedTensor | None:
+def _saved_tensor(node: fx.Node, joint: TracedFunction) -> SavedTensor | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.ndim < 1 or not value.is_contiguous():
         return None
@@ -200,7 +197,7 @@ def _flops_per_row(node: fx.Node) -> int:
     return 2 * inner * math.prod(int(size) for size in node.meta["val"].shape[1:])
 
 
-def _extracted(joint: TracedBody, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> TracedBody:
+def _extracted(joint: TracedFunction, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> TracedFunction:
     """The part of the joint graph that leads from `inputs` to `results`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -214,7 +211,7 @@ def _extracted(joint: TracedBody, inputs: Sequence[fx.Node], results: Sequence[f
     graph.output(tuple(copies[node] for node in results))
     module = fx.GraphModule(joint.graph_module, graph)
     fakes = tuple(node.meta["val"] for node in inputs)
-    return TracedBody(module, joint.fake_mode, fakes, joint.rows, joint.groups)
+    return TracedFunction(module, joint.fake_mode, fakes, joint.rows, joint.groups)
 
 
 def _reached(results: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:

@@ -30,9 +30,9 @@ from memfine_fx.passes.dataflow import node_value, provenance, static_size, tens
 from memfine_fx.passes.lower.region import recording
 from memfine_fx.passes.ops import target_name
 from memfine_fx.records import MoERegion, ParamKind, Refusal
-from memfine_fx.runtime.params import group_params
+from memfine_fx.runtime.routing import group_params
 
-__all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "sharded_experts", "tell_why_gathered"]
+__all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "say_why_gathered", "sharded_experts"]
 
 OWN_EXCHANGE = (
     "the model exchanges rows between ranks itself (all_to_all), in sizes that follow the routing; give it with all "
@@ -50,7 +50,7 @@ def sharded_experts(
 
     Args:
         region: from `read_regions`.
-        body_key: content hash of its bodies, which every rank must share.
+        body_key: content hash of its compiled functions, which every rank must share.
         axis: along which it is cut, which they share too.
         chunk_rows: the most rows of a chunk of what came in a round.
         flops_per_row: of its matmuls on one row, forward.
@@ -84,7 +84,7 @@ def sharded_experts(
     doing = (
         f"runs {layer} in rounds{', overlapping' if ranks.overlaps else ''}"
         f"{f', with {ranks.slots} slots for clones,' if ranks.slots else ''} "
-        f"({region.dims.num_experts} experts, top-{region.dims.top_k}, {hidden.dtype}, body {body_key})"
+        f"({region.dims.num_experts} experts, top-{region.dims.top_k}, {hidden.dtype}, function {body_key})"
     )
     params = tuple(own.get(node, node) for node in region.params)
     tables = [tensor_of(node) for node, kind in kinds.items() if kind == "expert"]
@@ -94,7 +94,7 @@ def sharded_experts(
     )
 
 
-def tell_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:
+def say_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:
     """Let reads of whole tables that stay in a graph say why, for ranks whose layer was raised (`gathering`).
 
     Args:

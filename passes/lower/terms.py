@@ -1,4 +1,4 @@
-"""Byte terms of a raised region with the bodies that it runs, and how many tokens it takes."""
+"""Byte terms of a raised region with the compiled functions that it runs, and how many tokens it takes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ from memfine_fx.kernels.tiling import LEAST_COLUMNS
 from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.region_bytes import RegionBytes, WindowBytes, added_bytes
 from memfine_fx.passes.dataflow import tensor_of
-from memfine_fx.passes.lower.arguments import gradient_shapes, param_groups, wanted_gradients
-from memfine_fx.passes.lower.bodies import ExpertBodies
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction
+from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import MoERegion, SavePolicy
 from memfine_fx.runtime.loop import accumulator_dtype
+from memfine_fx.runtime.routing import group_params
 
-__all__ = ["num_tokens_hint", "num_tokens_of", "region_bytes"]
+__all__ = [
+    "argument_specs",
+    "gradient_shapes",
+    "num_tokens_hint",
+    "num_tokens_of",
+    "param_groups",
+    "region_bytes",
+    "wanted_gradients",
+]
 
 
 def region_bytes(
     region: MoERegion,
-    bodies: ExpertBodies,
+    compiled_expert: CompiledExpertFunction,
     output: torch.Tensor,
     exchange: ShardedExperts | None,
     kernels: KernelForm | None,
@@ -38,32 +47,32 @@ def region_bytes(
 
     Args:
         region: as it lowers.
-        bodies: what it runs; once they are compiled, their peaks are those of the compiled code.
+        compiled_expert: what it runs; once they are compiled, their peaks are those of the compiled code.
         output: fake tensor of the combined output.
         exchange: how its rows travel between ranks, None on a single one.
-        kernels: the form in which the GPU kernels run it, None where bodies do.
+        kernels: the form in which the GPU kernels run it, None where compiled functions do.
         policy: what forward saves of the routed rows.
     """
     hidden = tensor_of(region.hidden)
     params = [tensor_of(node) for node in region.params]
-    wanted = wanted_gradients(region, bodies)
+    wanted = wanted_gradients(region, compiled_expert)
     trained = [param for param in params if param.requires_grad]
     low_precision = [param.dtype for param in trained if accumulator_dtype(param.dtype) is not param.dtype]
     shapes = gradient_shapes(region) if low_precision else []
     elements = [math.prod(shape) for shape in shapes]
     weight = None if region.routing_weight is None else tensor_of(region.routing_weight)
-    saving = None if policy == "nothing" else bodies.saving(policy, wanted)
+    saving = None if policy == "nothing" else compiled_expert.saving(policy, wanted)
     pairs = [] if saving is None else [(saving.forward, saving.backward)]
     if saving is None or exchange is not None:  # on several ranks only some rounds are saved, the others run as without
-        pairs.append((bodies.forward(), bodies.backward(wanted)))
+        pairs.append((compiled_expert.forward(), compiled_expert.backward(wanted)))
     return RegionBytes(
         top_k=region.dims.top_k,
         num_experts=region.dims.num_experts,
         hidden=region.dims.hidden,
-        out_width=bodies.out_width,
+        out_width=compiled_expert.out_width,
         item_bytes=hidden.dtype.itemsize,
         out_item_bytes=output.dtype.itemsize,
-        contribution_item_bytes=bodies.contribution_dtype.itemsize,
+        contribution_item_bytes=compiled_expert.contribution_dtype.itemsize,
         accumulator_item_bytes=accumulator_dtype(output.dtype).itemsize,
         weight_item_bytes=0 if weight is None else weight.dtype.itemsize,
         param_bytes=sum(_num_bytes(param) for param in trained),
@@ -71,13 +80,13 @@ def region_bytes(
         added_bytes=0 if kernels is not None else added_bytes(max(elements, default=0), 2, output.device.type),
         forward_peak=sympy.Max(*(forward.peak_bytes for forward, _ in pairs)),
         backward_peak=sympy.Max(*(backward.peak_bytes for _, backward in pairs)),
-        takes_group=bodies.takes_group,
-        flops_per_row=bodies.flops_per_row,
+        takes_group=compiled_expert.takes_group,
+        flops_per_row=compiled_expert.flops_per_row,
         forward_results=sympy.Max(*(forward.results_bytes for forward, _ in pairs)),
         backward_results=sympy.Max(*(backward.results_bytes for _, backward in pairs)),
         device_type=output.device.type,
         product_scratch=gradient_scratch(shapes, (low_precision or [hidden.dtype])[0], output.device.type),
-        travel=None if exchange is None else exchange.travel,
+        all_to_all=None if exchange is None else exchange.all_to_all,
         clones_forward=_clones_bytes(region, exchange, backward=False),
         clones_backward=_clones_bytes(region, exchange, backward=True),
         window=None if kernels is None else _window_bytes(region, kernels, hidden, output, wanted),
@@ -167,3 +176,40 @@ def num_tokens_hint(region: MoERegion) -> int | None:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel()) * tensor.dtype.itemsize
+
+
+def argument_specs(region: MoERegion) -> tuple[TensorSpec, ...]:
+    """Specs of the expert function's arguments: rows, weight if any, parameters of one expert."""
+    hidden = tensor_of(region.hidden)
+    specs = [TensorSpec((region.dims.hidden,), hidden.dtype, hidden.device, per_row=True)]
+    if region.routing_weight is not None:
+        weight = tensor_of(region.routing_weight)
+        specs.append(TensorSpec((), weight.dtype, weight.device, per_row=True))
+    for tensors, kind in zip(param_groups(region), region.expert_fn.param_kinds, strict=True):
+        param = tensors[0]
+        skipped = 1 if kind == "expert" else 0
+        shape = tuple(int(size) for size in param.shape[skipped:])
+        stride = tuple(int(step) for step in param.stride()[skipped:])
+        specs.append(TensorSpec(shape, param.dtype, param.device, stride=stride))
+    return tuple(specs)
+
+
+def param_groups(region: MoERegion) -> list[tuple[torch.Tensor, ...]]:
+    """The tensors of each parameter of the expert function."""
+    tensors = [tensor_of(node) for node in region.params]
+    return group_params(tensors, region.expert_fn.param_kinds, region.dims.num_experts)
+
+
+def wanted_gradients(region: MoERegion, compiled_expert: CompiledExpertFunction) -> tuple[bool, ...]:
+    """Gradients that a step may want: of rows, of weights if any, and of parameters that are trained."""
+    trained_groups = (any(param.requires_grad for param in group) for group in param_groups(region))
+    return (True, compiled_expert.has_weight, *trained_groups)
+
+
+def gradient_shapes(region: MoERegion) -> list[tuple[int, ...]]:
+    """Return, for each parameter whose gradient is wanted, the shape of one expert's gradient."""
+    return [
+        tuple(map(int, group[0].shape[1 if kind == "expert" else 0 :]))
+        for group, kind in zip(param_groups(region), region.expert_fn.param_kinds, strict=True)
+        if any(param.requires_grad for param in group)
+    ]

@@ -8,7 +8,7 @@ is not compared: whether it may be taken out is asked again (`removable`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -20,44 +20,31 @@ from memfine_fx.passes.ops import name_of
 from memfine_fx.passes.read.sinking import LOOKED_BEHIND
 from memfine_fx.records import MoERegion
 
-__all__ = ["KnownRegion", "repeated"]
+__all__ = ["repeated"]
 
 
-@dataclass(frozen=True)
-class KnownRegion:
-    """A region that was read.
-
-    Args:
-        seed: the routing decision.
-        region: its region.
-        where: the node that the report names.
+def repeated(region: MoERegion, seed: fx.Node, flow: Dataflow, modes: dict[fx.Node, Modes]) -> MoERegion | None:
+    """Return the region of a routing decision whose layer repeats that of a region that was read; None where it does
+    not.
     """
-
-    seed: fx.Node
-    region: MoERegion
-    where: fx.Node
-
-
-def repeated(known: KnownRegion, seed: fx.Node, flow: Dataflow, modes: dict[fx.Node, Modes]) -> KnownRegion | None:
-    """The region of another routing decision if its layer repeats the known one; None where it does not."""
-    region = known.region
-    read = [region.cut.exit, *region.cut.nodes, known.seed, *known.seed.all_input_nodes, known.where]
+    assert region.seed is not None, "a region that was read has a seed"
+    read = [region.cut.exit, *region.cut.nodes, region.seed, *region.seed.all_input_nodes, region.first_matmul]
     index = [] if region.expert_index is None else [region.expert_index]
     if any(node not in flow.position for node in (*read, *index)):
-        return None  # ids of a mask: they were put into the graph when the known region was read
+        return None  # ids of a mask: they were put into the graph when the region was read
     places = [flow.position[node] for node in read]
     match = _Match(flow, modes)
-    shift = flow.position[seed] - flow.position[known.seed]
+    shift = flow.position[seed] - flow.position[region.seed]
     if not match.covers(range(min(places), max(places) + 1), shift):
         return None
     pairs = match.pairs
     wanted = (region.hidden, region.routing_weight, region.base, *region.params, *region.weight_columns, *index)
     if any(node is not None and node not in pairs for node in wanted):
         return None
-    return KnownRegion(seed, _moved(region, pairs, pairs[known.where]), pairs[known.where])
+    return _moved(region, pairs)
 
 
-def _moved(region: MoERegion, pairs: dict[fx.Node, fx.Node], where: fx.Node) -> MoERegion:
+def _moved(region: MoERegion, pairs: dict[fx.Node, fx.Node]) -> MoERegion:
     """The region with each node replaced by its pair."""
 
     def of(node: fx.Node | None) -> fx.Node | None:
@@ -77,7 +64,8 @@ def _moved(region: MoERegion, pairs: dict[fx.Node, fx.Node], where: fx.Node) -> 
         expert_index=of(region.expert_index),
         routing_weight=of(region.routing_weight),
         params=all_of(region.params),
-        where=provenance(where),
+        first_matmul=pairs[region.first_matmul],
+        where=provenance(pairs[region.first_matmul]),
         base=of(region.base),
         weight_columns=all_of(region.weight_columns),
         stops=all_of(region.stops),

@@ -20,9 +20,9 @@ from memfine_fx.passes.read.expressions import Expressions, Input, Param, RowsDi
 from memfine_fx.passes.read.frame import Exit
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.values import Combined, Rows
-from memfine_fx.records import Cut, ExpertFunction, MoERegion, OutOfRange, RegionDims, SlotLayout
+from memfine_fx.records import Cut, ExpertFunction, MoERegion, OutOfRange, RegionDims
 
-__all__ = ["NoExperts", "first_matmul", "region_of_rows", "region_of_slots"]
+__all__ = ["NoExperts", "region_of_rows", "region_of_slots"]
 
 
 class NoExperts(CannotChunk):
@@ -67,12 +67,6 @@ def region_of_slots(reader: Reader, node: fx.Node, rows: Rows) -> MoERegion:
     if inputs.hidden is not reader.slots.root or inputs.weight is not None:
         raise CannotChunk(Reason.RESULTS_APART, "rows leave the experts in other slots than they came in", node)
     return _record(reader, _cut(reader, node, set(inputs.outers)), inputs, rows.expr, None)
-
-
-def first_matmul(cut: Cut, reader: Reader) -> fx.Node:
-    """Return the experts' first matmul in graph order, which the report names; without one, the exit of the cut."""
-    names = (node for node in cut.nodes if node in reader.expert_nodes or name_of(node) in MATMULS)
-    return next(names, cut.exit)
 
 
 @dataclass(frozen=True)
@@ -140,6 +134,8 @@ def _record(reader: Reader, cut: Cut, inputs: _Inputs, expr: fx.Node, base: fx.N
         raise CannotChunk(Reason.UNKNOWN_SPELLING, "no known spelling of experts", cut.exit)
     weight = inputs.weight
     kinds = tuple(param.kind for param in inputs.params)
+    matmuls = (node for node in cut.nodes if node in reader.expert_nodes or name_of(node) in MATMULS)
+    first_matmul = next(matmuls, cut.exit)
     return MoERegion(
         cut=cut,
         family=family,
@@ -152,12 +148,13 @@ def _record(reader: Reader, cut: Cut, inputs: _Inputs, expr: fx.Node, base: fx.N
             str(num_tokens), hidden_size, num_experts, frame.top_k if slots is None else 1,
             reader.widths[-1] if reader.widths else None,
         ),
-        where=provenance(first_matmul(cut, reader)),
+        first_matmul=first_matmul,
+        where=provenance(first_matmul),
         out_of_range=_out_of_range(reader, family, num_experts, cut.exit),
         base=base,
         gathers_weight=weight is not None and (weight.is_gathered or bool(inputs.columns)),
         weight_columns=inputs.columns,
-        slots=None if slots is None else SlotLayout(slots.expert_dim, len(slots.shape)),
+        slot_dim=None if slots is None else slots.expert_dim,
         expert_dims=tuple(param.dim for param in inputs.params for _ in param.nodes),
         stops=tuple(node for node in cut.nodes if node in reader.stops),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from torch import fx
 
 from memfine_fx.compat.tensors import storage_id, tree_leaves
 from memfine_fx.memory.sizes import size_expr
-from memfine_fx.passes.dataflow import Dataflow, node_value
+from memfine_fx.passes.dataflow import Dataflow, is_float_tensor, node_value
 from memfine_fx.passes.ops import CASTS, COMPARISONS, LAYOUTS, PLACES, base_name_of, name_of
 from memfine_fx.passes.read.marker import COUNT_ROWS
 
@@ -291,7 +291,7 @@ class NoRows:
         ]
         are_zero = [operand in self.zeros for operand in operands]
         if name in ("mul", "bitwise_and", "logical_and"):  # zero times a float may be no number
-            return all(are_zero) or (any(are_zero) and not any(map(_is_float, operands)))
+            return all(are_zero) or (any(are_zero) and not any(map(is_float_tensor, operands)))
         return name in ("add", "sub") and bool(operands) and all(are_zero) and len(operands) == len(node.args)
 
     # Signs.
@@ -360,11 +360,6 @@ def _symbols_of(node: fx.Node) -> list[Any]:
     values = tree_leaves(node_value(node))
     sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
     return [symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols]
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node_value(node)
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _keeps_first_dim(reduction: fx.Node, source: fx.Node) -> bool:

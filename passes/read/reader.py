@@ -237,8 +237,8 @@ class Reader(Roles):
         self._stop_gradients(node, tensors)
         for tensor in tensors:
             value = self._value_of(tensor, node)
-            is_kept = is_pulled and isinstance(value, Rows) and value.expr is not None
-            settled = value if is_kept else self._settled(value, tensor, node)
+            is_settled = is_pulled and isinstance(value, Rows) and value.expr is not None
+            settled = value if is_settled else self._settled(value, tensor, node)
             if settled is not value:
                 self._give_tensor(tensor, settled)
             if isinstance(settled, Combined) and not is_pulled and self._is_one_vector_a_token(tensor):
@@ -278,8 +278,8 @@ class Reader(Roles):
             if is_one_tensor and self.frame.is_index_like(tensor):
                 self.indices.append(node)
             return Leaf(node, value.refusal if isinstance(value, Unknown) else None)
-        is_kept = isinstance(value, Rows) and (value.is_dispatched or "r" in value.labels.axes)
-        if not isinstance(value, Rows) or is_kept or not tensor.dtype.is_floating_point:
+        has_rows = isinstance(value, Rows) and (value.is_dispatched or "r" in value.labels.axes)
+        if not isinstance(value, Rows) or has_rows or not tensor.dtype.is_floating_point:
             return value
         # A number for each choice is a routing weight however it was computed, and the graph goes on computing it.
         is_choice = (

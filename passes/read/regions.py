@@ -26,9 +26,9 @@ from memfine_fx.passes.dataflow import (
 )
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.ops import CASTS, GROUPED_MATMULS, LAYOUTS, LOOKUPS, MATMULS, base_name_of, name_of, target_name
-from memfine_fx.passes.read.equal import KnownRegion, repeated
+from memfine_fx.passes.read.equal import repeated
 from memfine_fx.passes.read.expressions import RowsDiffer
-from memfine_fx.passes.read.extraction import NoExperts, first_matmul, region_of_rows, region_of_slots
+from memfine_fx.passes.read.extraction import NoExperts, region_of_rows, region_of_slots
 from memfine_fx.passes.read.frame import Frame
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
@@ -101,13 +101,13 @@ class _Body:
     flow: Dataflow
     modes: dict[fx.Node, Modes]
     seeds: frozenset[fx.Node]
-    known: list[KnownRegion] = field(default_factory=list)
+    known: list[MoERegion] = field(default_factory=list)
     stopped: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def knows(self, seed: fx.Node, region: MoERegion, where: fx.Node) -> MoERegion:
-        """The region, which other layers may repeat from now on."""
-        self.known.append(KnownRegion(seed, region, where))
-        return region
+    def knows(self, seed: fx.Node, region: MoERegion) -> MoERegion:
+        """Return the region of a routing decision, which other layers may repeat from now on."""
+        self.known.append(replace(region, seed=seed))
+        return self.known[-1]
 
     def refuses(self, seed: fx.Node, stopped: _Refused) -> Refusal:
         """The refusal of these experts."""
@@ -139,15 +139,13 @@ def _guarded(
 def _repeated(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegion | None:
     """The region of a layer that repeats one that was read, latest first; None where none does."""
     for known in reversed(body.known):
-        known_region = repeated(known, seed, body.flow, body.modes)
-        if known_region is None or known_region.region.expert_index in taken:
+        region = repeated(known, seed, body.flow, body.modes)
+        if region is None or region.expert_index in taken:
             continue
         try:
-            region = check_removable(known_region.region, body.flow, body.modes)
+            return body.knows(seed, check_removable(region, body.flow, body.modes))
         except CannotChunk:
             return None  # read it: what is around it may be no obstacle to another exit
-        body.known.append(known_region)
-        return region
     return None
 
 
@@ -166,18 +164,18 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
             reading = _reading(body, frame, later, frames)
             # Group-limited routers choose groups first, and then experts among them.
             if reading is None and later:  # the next decision may be the same router's, of the same experts
-                reading = _reading(body, frame, _after_first(body, later), frames)
+                reading = _reading(body, frame, later - {min(later, key=body.flow.position.__getitem__)}, frames)
         except _Refused as stopped:
             refused = refused or stopped
             continue
         if reading is not None:
-            return body.knows(seed, *reading)
+            return body.knows(seed, reading)
     try:
         reading = _in_slots(body, frames[0], later) if frames else None
     except _Refused as stopped:
         refused, reading = refused or stopped, None
     if reading is not None:
-        return body.knows(seed, *reading)
+        return body.knows(seed, reading)
     if refused is not None:
         return body.refuses(seed, refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
@@ -185,12 +183,8 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     return unmatched_router(body.flow, seed)
 
 
-def _after_first(body: _Body, later: set[fx.Node]) -> set[fx.Node]:
-    return later - {min(later, key=body.flow.position.__getitem__)}
-
-
-def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> tuple[MoERegion, fx.Node] | None:
-    """The region of one frame and the node that reports name; None where it leads to no experts.
+def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> MoERegion | None:
+    """The region of one frame; None where it leads to no experts.
 
     It is read again where results of experts were taken for tokens, and where tables that are computed cannot be
     followed expert by expert.
@@ -206,8 +200,7 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
             if walk_exit is not None:
                 region = check_removable(region_of_rows(reader, walk_exit), body.flow, body.modes)
                 why = expanded or reader.why_expanded
-                region = replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
-                return region, first_matmul(region.cut, reader)
+                return replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
             if reader.has_computed_tables:
                 expanded = str((reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0])
                 continue
@@ -244,7 +237,7 @@ def _add_frames(body: _Body, frame: Frame, reader: Reader, frames: list[Frame]) 
     frames.extend(masked(frame, node) for node in reversed(reader.masks) if node not in known)
 
 
-def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion, fx.Node] | None:
+def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> MoERegion | None:
     """As `_reading`, of the region between rows in their experts' slots; None where there are no slots."""
     reached = body.flow.descendants([frame.index])
     reader = SlotReader(body.flow, body.modes, frame, rule_of)
@@ -252,8 +245,7 @@ def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion
         last_result = reader.read_slots(reached, later)
         if last_result is None or not _is_combined(last_result[0], reached):
             return None  # a layer for each part of any tensor looks the same
-        region = check_removable(region_of_slots(reader, *last_result), body.flow, body.modes)
-        return region, first_matmul(region.cut, reader)
+        return check_removable(region_of_slots(reader, *last_result), body.flow, body.modes)
     except CannotChunk as refusal:
         raise _Refused(refusal, _where(body, reader)) from refusal
 

@@ -46,7 +46,9 @@ def unmatched_router(flow: Dataflow, seed: fx.Node) -> Refusal:
         return refused(Reason.EXPERTS_ARE_VECTORS, f"{name}: its experts are rows of a table, which is not raised")
     if any(map(_is_of_activations, picks)):
         return refused(Reason.EXPERTS_CHOOSE_TOKENS, f"{name}: it picks tokens, not an expert for each token")
-    if users & {"one_hot", "eq", "where", "nonzero"} and _meets_matmul(flow, seed):
+    if users & {"one_hot", "eq", "where", "nonzero"} and any(
+        name_of(node) in MATMULS for node in flow.descendants([seed])
+    ):
         return refused(
             Reason.UNKNOWN_SPELLING,
             f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet",
@@ -125,11 +127,6 @@ def _is_expert_weight(node: object) -> bool:
     root = behind_views(node) if isinstance(node, fx.Node) else None
     value = None if root is None else node_value(root)
     return isinstance(value, torch.nn.Parameter) and value.ndim >= 3
-
-
-def _meets_matmul(flow: Dataflow, seed: fx.Node) -> bool:
-    """Whether anything is multiplied behind a choice: behind that of an auxiliary loss nothing is."""
-    return any(name_of(node) in MATMULS for node in flow.descendants([seed]))
 
 
 def _picks(flow: Dataflow, seed: fx.Node) -> Iterator[fx.Node]:

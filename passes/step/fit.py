@@ -2,7 +2,7 @@
 
 Terms
     save_all              functorch's plain partition; each region saves all that pays: nothing costly is recomputed
-    recompute_pointwise   as without a budget (`pointwise`): elementwise work and a few matmuls are recomputed
+    recompute_pointwise   as without a budget (`costly_results`): elementwise work and a few matmuls are recomputed
     recompute_all         elementwise work is recomputed freely, matmuls and attentions too, layer by layer (`borders`),
                           and regions save nothing
 
@@ -24,29 +24,35 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
-from memfine_fx.memory.liveness import GraphMemory, Workspace
+from memfine_fx.memory.liveness import GraphMemory
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.pass_list import is_disabled
 from memfine_fx.passes.step.borders import layer_borders
-from memfine_fx.passes.step.costly_results import CostlyResult, costly_results, is_attention, must_save
-from memfine_fx.passes.step.partitioned import Partition
-from memfine_fx.passes.step.pointwise import cheapest, recomputing_pointwise
+from memfine_fx.passes.step.costly_results import (
+    CostlyResult,
+    cheapest,
+    costly_results,
+    is_attention,
+    must_save,
+    recomputing_pointwise,
+)
 from memfine_fx.passes.step.save import save_choices, save_in_regions
 from memfine_fx.passes.tracing import copied_module
+from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.problem import Base, SavableRows, SavableTensor, problem_of_partition
 from memfine_fx.plan.solve import solve
 from memfine_fx.records import SavePolicy
 
-__all__ = ["StepBudget", "Uniform", "fit", "give_room", "uniform"]
+__all__ = ["Uniform", "fit", "give_room", "uniform"]
 
 Uniform = Literal["recompute_all", "recompute_pointwise"]
 """A partition that treats equal layers alike; its recompute_pointwise recomputes elementwise work alone."""
@@ -58,72 +64,20 @@ _WITHOUT_RANDOM_STATE = torch.ops.aten._scaled_dot_product_flash_attention_for_c
 the partitioner save a random state for it, for nothing."""
 
 
-class StepBudget(Protocol):
-    """The bytes that the step of a graph may use, and those that it would.
-
-    Args:
-        is_asked: whether it is the user's; what an accelerator has overrules no checkpoints of the model's own.
-        beyond: by how many bytes compiled code was seen to hold more than the estimate of a partition made from a base.
-    """
-
-    is_asked: bool
-    beyond: Mapping[str, int]
-
-    @property
-    def available_bytes(self) -> int:
-        """For the step's peak, beyond what is there before it."""
-        ...
-
-    @property
-    def rates(self) -> DeviceRates: ...
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Values of the graph's symbols in the captured call."""
-        ...
-
-    def add_hints(self, graph: fx.Graph) -> None:
-        """Learn the values of symbols that no input has."""
-        ...
-
-    def live_bytes(
-        self, forward: GraphMemory, backward: GraphMemory, rows: int | None, without: Collection[str] = ()
-    ) -> list[int]:
-        """Live bytes of the whole step with this forward and backward, at each position of their timeline.
-
-        Args:
-            rows: per chunk; None for as many as time asks for.
-            without: ids of regions that save nothing, though their graph has room for it.
-        """
-        ...
-
-    def workspace(self, rows: int | None) -> Workspace:
-        """Scratch of the regions' ops with so many rows per chunk."""
-        ...
-
-    def timed(self, stage: str) -> AbstractContextManager[None]:
-        """Counts its time, without that of stages within it."""
-        ...
-
-    def rows_choices(self) -> Sequence[tuple[int | None, float]]:
-        """(rows, seconds slower than with the first), most rows first."""
-        ...
-
-
 Saved = Mapping[str, tuple[int, int]]
 """See `plan.solve.StepPlan`."""
 
 
 def fit(
-    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], budget: StepBudget
-) -> Partition:
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., GraphStep], budget: GraphBudget
+) -> GraphStep:
     """The partition for a budget, see above.
 
     Args:
         gm: the joint graph; it is not changed but for the tags of the model's checkpoints.
         num_forward_outputs: results of the joint graph that are forward's.
         partition: (copy of `gm` in which things are tagged, decision) -> partition.
-        budget: see `StepBudget`.
+        budget: see `GraphBudget`.
     """
     _drop_wishes(gm.graph)
     budget.add_hints(gm.graph)
@@ -139,14 +93,14 @@ def fit(
         with budget.timed("fit"):
             chosen = _faster(gm, replace(save_all, base="save_all"), tried, budget, policies)
         return replace(chosen, saves_all=True, optional=_optional_of(regions, policies))
-    plain = [memory.without(added) for memory in (save_all.forward_memory, save_all.backward_memory)]
+    plain = [memory.without(added) for memory in _pair(save_all)]
     with budget.timed("fit"):
         return _fit_less(gm, num_forward_outputs, tried, budget, regions, (plain[0], plain[1]))
 
 
 def uniform(
-    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., Partition], kind: Uniform
-) -> Partition:
+    gm: fx.GraphModule, num_forward_outputs: int, partition: Callable[..., GraphStep], kind: Uniform
+) -> GraphStep:
     """Return a partition whose choices do not depend on the number of layers; regions save nothing.
 
     Args:
@@ -160,18 +114,18 @@ def uniform(
 
 
 def _with_hints(
-    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
-) -> Partition:
+    partition: Callable[..., GraphStep], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
+) -> GraphStep:
     """A partition; what it computes again may bring symbols that the joint graph lacks (states of random numbers)."""
     result = partition(gm, decision=decision)
-    budget.add_hints(result.forward.graph)
-    budget.add_hints(result.backward.graph)
+    for module in result.modules:
+        budget.add_hints(module.graph)
     return result
 
 
 def _timed(
-    partition: Callable[..., Partition], budget: StepBudget, gm: fx.GraphModule, decision: str = ""
-) -> Partition:
+    partition: Callable[..., GraphStep], budget: GraphBudget, gm: fx.GraphModule, decision: str = ""
+) -> GraphStep:
     """A partition beyond the first, which a compilation without a budget makes too."""
     with budget.timed("further partitions"):
         return partition(gm, decision=decision)
@@ -179,11 +133,11 @@ def _timed(
 
 def _faster(
     gm: fx.GraphModule,
-    save_all: Partition,
-    partition: Callable[..., Partition],
-    budget: StepBudget,
+    save_all: GraphStep,
+    partition: Callable[..., GraphStep],
+    budget: GraphBudget,
     policies: Mapping[str, SavePolicy],
-) -> Partition:
+) -> GraphStep:
     """Return `save_all`, or a partition that recomputes elementwise work where saving its results takes more time.
 
     Saved results are newly allocated memory, which costs a CPU more than recomputing them inside kernels that read.
@@ -201,11 +155,11 @@ def _faster(
 def _fit_less(
     gm: fx.GraphModule,
     num_forward_outputs: int,
-    partition: Callable[..., Partition],
-    budget: StepBudget,
+    partition: Callable[..., GraphStep],
+    budget: GraphBudget,
     regions: Sequence[Sequence[SavableRows]],
     plain: Pair,
-) -> Partition:
+) -> GraphStep:
     """Return the partition where not all that pays can be saved; `plain` is save_all without what regions save."""
     results = costly_results(gm.graph, num_forward_outputs)
     recompute_pointwise = recomputing_pointwise(
@@ -243,15 +197,16 @@ def _fit_less(
     return replace(least, is_least=True)
 
 
-def _peak(partition: Partition, budget: StepBudget, rows: int | None = None, without: Collection[str] = ()) -> int:
+def _peak(partition: GraphStep, budget: GraphBudget, rows: int | None = None, without: Collection[str] = ()) -> int:
     return max(budget.live_bytes(*_pair(partition), rows, without), default=0)
 
 
-def _pair(partition: Partition) -> Pair:
-    return partition.forward_memory, partition.backward_memory
+def _pair(partition: GraphStep) -> Pair:
+    assert partition.forward is not None and partition.backward is not None, "a partitioner records what it makes"
+    return partition.forward, partition.backward
 
 
-def _available(budget: StepBudget, base: str) -> int:
+def _available(budget: GraphBudget, base: str) -> int:
     """Return the bytes that a partition may hold by its estimate, if it is made from a base."""
     return budget.available_bytes - budget.beyond.get(base, 0)
 
@@ -260,16 +215,16 @@ def _bases(
     gm: fx.GraphModule,
     results: Sequence[CostlyResult],
     plain: Pair,
-    recompute_pointwise: Partition,
-    recompute_all: Partition,
+    recompute_pointwise: GraphStep,
+    recompute_all: GraphStep,
     regions: Sequence[Sequence[SavableRows]],
-    budget: StepBudget,
+    budget: GraphBudget,
 ) -> list[Base]:
     """Return the three partitions to start from, each with what may be saved beyond what it saves."""
     again = sum(result.flops for result in cheapest(results)) / budget.rates.peak_flops
     pointwise_seconds = _seconds_beyond(_pair(recompute_pointwise), plain, budget) + again
     all_seconds = _seconds_beyond(_pair(recompute_all), plain, budget)
-    tensors = _savable_tensors(gm.graph, results, recompute_all.backward_memory, budget.rates)
+    tensors = _savable_tensors(gm.graph, results, _pair(recompute_all)[1], budget.rates)
     # Seconds are beyond those of a step that saves everything, of which each base recomputes what may be saved.
     of_regions = sum(max(0.0, *(amount.seconds for amount in amounts)) for amounts in regions)
     of_tensors = sum(max(0.0, tensor.seconds) for tensor in tensors)
@@ -280,7 +235,7 @@ def _bases(
     ]
 
 
-def _seconds_beyond(pair: Pair, save_all: Pair, budget: StepBudget) -> float:
+def _seconds_beyond(pair: Pair, save_all: Pair, budget: GraphBudget) -> float:
     """Return the seconds that a partition takes beyond save_all.
 
     It writes and reads more, and spares new memory between forward and backward.
@@ -319,12 +274,12 @@ def _regions_in_part(base: Base, saved: Saved) -> list[str]:
 
 def _realized(
     gm: fx.GraphModule,
-    partition: Callable[..., Partition],
+    partition: Callable[..., GraphStep],
     base: Base,
-    made_from: Mapping[str, Partition],
+    made_from: Mapping[str, GraphStep],
     saved: Saved,
     results: Sequence[CostlyResult],
-) -> Partition:
+) -> GraphStep:
     """The joint graph partitioned as a plan says; `made_from` are bases that exist as partitions."""
     if not saved and base.kind in made_from:
         return made_from[base.kind]
@@ -346,19 +301,19 @@ def _realized(
 
 
 def _recomputing_all(
-    gm: fx.GraphModule, partition: Callable[..., Partition], results: Sequence[CostlyResult]
-) -> Partition:
+    gm: fx.GraphModule, partition: Callable[..., GraphStep], results: Sequence[CostlyResult]
+) -> GraphStep:
     decision = f"no costly result is saved, all are recomputed in backward; {_described_regions({}, gm.graph)}"
     return _recomputing_costly(copied_module(gm), partition, set(), results, decision)
 
 
 def _recomputing_costly(
     module: fx.GraphModule,
-    partition: Callable[..., Partition],
+    partition: Callable[..., GraphStep],
     saved: set[str],
     results: Sequence[CostlyResult],
     decision: str,
-) -> Partition:
+) -> GraphStep:
     wanted = {result.name for result in results if not result.is_returned} - saved
     # A plain matmul that is left untagged is saved by the partitioner; attention it would compute again.
     for node in module.graph.nodes:
@@ -388,15 +343,12 @@ def _savable_rows(joint: fx.Graph, rates_of: Callable[[], DeviceRates]) -> list[
         if choice.policy != "operands":
             products = choice.flops / rates.flops_at(choice.num_rows / choice.num_experts)
             costs = rates.saving_seconds(num_bytes, choice.copied_row_bytes * choice.num_rows)
-            seconds = products + choice.travel_seconds - costs
+            seconds = products + choice.all_to_all_seconds - costs
         else:
             before = smaller[-1] if smaller else None
             more = num_bytes - (0 if before is None else before.row_bytes * before.num_rows)
             seconds = (0.0 if before is None else before.seconds) - rates.saving_seconds(more, more)
-        is_divisible = choice.is_divisible and not smaller
-        smaller.append(
-            SavableRows(choice.region_id, choice.policy, choice.row_bytes, choice.num_rows, seconds, is_divisible)
-        )
+        smaller.append(replace(choice, seconds=seconds, is_divisible=choice.is_divisible and not smaller))
     return list(choices_by_region_id.values())
 
 

@@ -11,7 +11,7 @@ stands in front of it and says, by tags, what it must not decide otherwise:
   recomputation whose cost grows with the square of the sequence. A policy of the user that demands recomputation
   (MUST_RECOMPUTE) is obeyed.
 
-Without a budget and without checkpoints of the model's own, elementwise work is recomputed: see `pointwise`; and
+Without a budget and without checkpoints of the model's own, elementwise work is recomputed: see `costly_results`; and
 regions save what a run has room for: see `fit.give_room`. With a budget of bytes it also decides how much of the rest
 of the model (projections, attention, head) and of the regions is recomputed: see `fit`.
 """
@@ -40,18 +40,24 @@ from memfine_fx.compat.operators import OpOverload
 from memfine_fx.compat.tensors import tree_leaves
 from memfine_fx.memory.graph_peak import read_graph
 from memfine_fx.memory.liveness import CountedInputs
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.memory.wrapper_code import READER_FILES
 from memfine_fx.passes.ops import has_random_tag
 from memfine_fx.passes.pass_list import run_pass
 from memfine_fx.passes.read.normal_form import fake_mode_of
-from memfine_fx.passes.step.costly_results import costly_results, is_attention, must_save
-from memfine_fx.passes.step.fit import StepBudget, Uniform, fit, give_room, uniform
+from memfine_fx.passes.step.costly_results import (
+    costly_results,
+    has_checkpoints,
+    is_attention,
+    must_save,
+    recomputing_pointwise,
+)
+from memfine_fx.passes.step.fit import Uniform, fit, give_room, uniform
 from memfine_fx.passes.step.fusible_gradients import fusible_weight_gradients
-from memfine_fx.passes.step.partitioned import Partition
-from memfine_fx.passes.step.pointwise import has_checkpoints, partition_without_budget
+from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 
-__all__ = ["Partition", "StepPartitioner", "counted_inputs", "give_values", "partitioned_as_is"]
+__all__ = ["StepPartitioner", "counted_inputs", "give_values", "partitioned_as_is"]
 
 _FILES = (
     *sorted(str(path) for path in Path(__file__).parent.glob("*.py")),
@@ -90,10 +96,10 @@ class StepPartitioner(CustomPartitionerFn):
         self,
         *,
         is_fused: bool = True,
-        budget: StepBudget | None = None,
+        budget: GraphBudget | None = None,
         rates: Callable[[], DeviceRates] | None = None,
         kind: Uniform | None = None,
-        report: Callable[[Partition], None] | None = None,
+        report: Callable[[GraphStep], None] | None = None,
         key: str = "",
     ) -> None:
         self._is_fused = is_fused
@@ -119,9 +125,10 @@ class StepPartitioner(CustomPartitionerFn):
         chosen = replace(chosen, fusible_gradients=fusible_gradients)
         if self._report is not None:
             self._report(chosen)
-        return chosen.forward, chosen.backward
+        forward, backward = chosen.modules
+        return forward, backward
 
-    def _chosen(self, gm: fx.GraphModule, num_outputs: int, partition: Callable[..., Partition]) -> Partition:
+    def _chosen(self, gm: fx.GraphModule, num_outputs: int, partition: Callable[..., GraphStep]) -> GraphStep:
         if self._kind is not None:
             return uniform(gm, num_outputs, partition, self._kind)
         if self._budget is not None and (self._budget.is_asked or not has_checkpoints(gm.graph)):
@@ -130,9 +137,10 @@ class StepPartitioner(CustomPartitionerFn):
         rates, optional = self._rates, dict[str, float]()
         if rates is not None:
             optional = run_pass("save_rows", gm, lambda: give_room(gm.graph, rates), optional)
-        default = partition_without_budget(gm, results, partition) if self._is_fused else None
+        recomputes = self._is_fused and not has_checkpoints(gm.graph)  # else the model's own checkpoints decide
+        chosen = recomputing_pointwise(gm, results, partition) if recomputes else partition(gm)
         # Whatever the budget, nothing else is made without one that is asked for.
-        return replace(partition(gm) if default is None else default, optional=optional, is_least=True)
+        return replace(chosen, optional=optional, is_least=True)
 
     def uuid(self) -> Any:
         return get_hash_for_files(_FILES, self._key)
@@ -142,7 +150,7 @@ class StepPartitioner(CustomPartitionerFn):
         return StepPartitioner(is_fused=self._is_fused, key=self._key)
 
 
-def partitioned_as_is(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> Partition:
+def partitioned_as_is(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> GraphStep:
     """Return functorch's partition of a joint graph without regions; products of matrices are marks in its record."""
     return _partition(joint_inputs, options, True, gm, marks=True)
 
@@ -155,16 +163,15 @@ def _partition(
     decision: str = "",
     *,
     marks: bool = False,
-) -> Partition:
+) -> GraphStep:
     forward, backward = min_cut_partition(gm, joint_inputs, **options)
     for module in (forward, backward):
         give_values(module.graph)
-    return Partition(
-        forward,
-        backward,
-        read_graph(forward.graph, is_fused=is_fused, marks=marks),
-        read_graph(backward.graph, is_fused=is_fused, inputs=counted_inputs(backward.graph), marks=marks),
-        decision,
+    return GraphStep(
+        forward=read_graph(forward.graph, is_fused=is_fused, marks=marks),
+        backward=read_graph(backward.graph, is_fused=is_fused, inputs=counted_inputs(backward.graph), marks=marks),
+        decision=decision,
+        modules=(forward, backward),
     )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.compat.shapes import read_size
 from memfine_fx.compat.tensors import FakeTensor, tree_map
-from memfine_fx.passes.step.costly_results import must_save
+from memfine_fx.passes.step.costly_results import must_save, size_hint
+from memfine_fx.plan.problem import SavableRows
 from memfine_fx.records import SavePolicy, SavingOp
-from memfine_fx.runtime.bodies import SavingBodies
-from memfine_fx.runtime.params import group_params
-from memfine_fx.runtime.store import LiveRegion, lookup
+from memfine_fx.runtime.routing import group_params
+from memfine_fx.runtime.store import lookup
 
-__all__ = ["SaveChoice", "save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
+__all__ = ["save_all_rows", "save_choices", "save_in_regions", "saving_ops", "trace_saving"]
 
 _POLICIES: tuple[SavePolicy, ...] = ("projections", "operands")
 _POLICIES_OF_RANKS: tuple[SavePolicy, ...] = ("received", *_POLICIES)
@@ -40,61 +39,33 @@ _aten = torch.ops.aten
 _FORWARD, _BACKWARD = torch.ops.memfine.experts.default, torch.ops.memfine.experts_backward.default
 
 
-@dataclass(frozen=True)
-class SaveChoice:
-    """One amount that a region may save of its rows, with its bytes and the work that it spares backward.
-
-    Args:
-        region_id: key of the region.
-        policy: what is saved.
-        row_bytes: bytes saved of each routed row.
-        copied_row_bytes: of these, the bytes that forward has to write beyond what it writes anyway.
-        num_rows, num_experts: N of the captured call, E.
-        is_divisible: whether a run may save it of a part of the rows: where the rows of no other rank come.
-        flops: of the matmuls that backward is spared, in the captured call.
-        travel_seconds: of the rows that need not come to this rank again.
-    """
-
-    region_id: str
-    policy: SavePolicy
-    row_bytes: int
-    copied_row_bytes: int
-    num_rows: int
-    num_experts: int
-    flops: int
-    travel_seconds: float = 0.0
-    is_divisible: bool = False
-
-
-def save_choices(joint: fx.Graph) -> list[SaveChoice]:
+def save_choices(joint: fx.Graph) -> list[SavableRows]:
     """The choices of every region with a backward, smaller ones first."""
     choices = []
     for forward, backward in _pairs(joint).values():
         region_id, wanted = backward.args[6], backward.args[7]
         region = lookup(region_id)
-        flags = _flags(wanted, region.bodies.param_kinds, region.num_experts)
-        num_rows = _hint(forward.args[2].meta["val"].shape[0])
-        arrived, travel_seconds = 0, 0.0
+        flags = _flags(wanted, region.compiled_expert.param_kinds, region.num_experts)
+        num_rows = size_hint(forward.args[2].meta["val"].shape[0])
+        arrived, all_to_all_seconds = 0, 0.0
         is_divisible = region.decides_saved_rows
         if region.exchange is not None:
             arrived = _arriving_row_bytes(forward)
-            travel_seconds = arrived * num_rows / region.exchange.bandwidth
+            all_to_all_seconds = arrived * num_rows / region.exchange.bandwidth
         row_bytes = 0
         for policy in _POLICIES if region.exchange is None else _POLICIES_OF_RANKS:
-            bodies = region.bodies.saving(policy, flags)
-            if bodies is None or not _has_room_for_kernels(region, bodies, forward.args[0].meta["val"].dtype):
+            functions = region.compiled_expert.saving(policy, flags)
+            if functions is None:
                 continue
-            if arrived + bodies.row_bytes > row_bytes:
-                row_bytes = arrived + bodies.row_bytes
-                flops = bodies.flops_per_row * num_rows
-                sizes = (row_bytes, bodies.copied_row_bytes, num_rows, region.num_experts)
-                choices.append(SaveChoice(region_id, policy, *sizes, flops, travel_seconds, is_divisible))
+            dtype = forward.args[0].meta["val"].dtype
+            if region.kernels is not None and not region.kernels.can_save(functions.saved, dtype):
+                continue
+            if arrived + functions.row_bytes > row_bytes:
+                row_bytes = arrived + functions.row_bytes
+                flops = functions.flops_per_row * num_rows
+                sizes = (row_bytes, functions.copied_row_bytes, num_rows, region.num_experts)
+                choices.append(SavableRows(region_id, policy, *sizes, flops, all_to_all_seconds, is_divisible))
     return choices
-
-
-def _has_room_for_kernels(region: LiveRegion, bodies: SavingBodies, dtype: torch.dtype) -> bool:
-    """Return whether the GPU kernels can save what these bodies save, where kernels run the region."""
-    return region.kernels is None or region.kernels.can_save(bodies.saved, dtype)
 
 
 def saving_ops(backward: fx.Graph) -> tuple[SavingOp, ...]:
@@ -103,15 +74,17 @@ def saving_ops(backward: fx.Graph) -> tuple[SavingOp, ...]:
     for node in backward.nodes:
         if node.target is torch.ops.memfine.experts_backward_saved.default:
             region = lookup(node.args[6])
-            flags = _flags(node.args[7], region.bodies.param_kinds, region.num_experts)
+            flags = _flags(node.args[7], region.compiled_expert.param_kinds, region.num_experts)
             records.append(SavingOp(region.region_id, node.args[9], flags))
     return tuple(records)
 
 
 def trace_saving(ops: Sequence[SavingOp]) -> None:
-    """Have bodies traced that a graph from a cache will ask for: inside an operator that runs, functorch cannot."""
+    """Have compiled functions traced that a graph from a cache will ask for: inside an operator that runs, functorch
+    cannot.
+    """
     for op in ops:
-        lookup(op.region_id).bodies.saving(op.policy, op.wanted)
+        lookup(op.region_id).compiled_expert.saving(op.policy, op.wanted)
 
 
 def _arriving_row_bytes(forward: fx.Node) -> int:
@@ -210,9 +183,3 @@ def _call(joint: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     with fake_mode, torch.no_grad():
         node.meta["val"] = target(*values)
     return node
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    if not isinstance(size, torch.SymInt):
-        return size
-    return 1 if size.node.hint is None else int(size.node.hint)

@@ -44,7 +44,10 @@ def _sorted_by_last_member(kernels: list[Any]) -> list[Any]:
         num_waiting[kernel] = len(needed)
         for other in needed:
             readers[other].append(kernel)
-    rank = {kernel: (_last_member(kernel), place) for place, kernel in enumerate(kernels)}
+    rank = {
+        kernel: (max(int(member.max_order) for member in kernel.get_nodes()), place)
+        for place, kernel in enumerate(kernels)
+    }
     ready = [(rank[kernel], kernel) for kernel in kernels if num_waiting[kernel] == 0]
     heapq.heapify(ready)
     ordered: list[Any] = []
@@ -56,10 +59,6 @@ def _sorted_by_last_member(kernels: list[Any]) -> list[Any]:
             if num_waiting[reader] == 0:
                 heapq.heappush(ready, (rank[reader], reader))
     return ordered if len(ordered) == len(kernels) else kernels
-
-
-def _last_member(kernel: Any) -> int:
-    return max(int(member.max_order) for member in kernel.get_nodes())
 
 
 _DISTANCE = 1024

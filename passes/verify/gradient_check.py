@@ -7,13 +7,19 @@ of layer, when that is first compiled.
 Steps:
 1. outline the region, and lower a copy of the outline (`region.Forms`);
 2. make inputs: a few tokens where sizes are symbols, K different experts a token, random floats in fp64. Widths are
-   divided by a common factor in both forms (`shrinkage`) where real ones would take more than `_SMALL_BYTES`;
+   divided by a common factor in both forms where real ones would take more than `_SMALL_BYTES`;
 3. run both in fp64 (`reference`), the rewritten form with the very graphs that its chunks compile;
 4. outputs agree and gradients do not: refuse. Outputs differ, or a form does not run: narrow widths may be the reason,
    so the next larger sizes are tried, up to `_MOST_BYTES`. Then outputs that differed are a refusal too, and of forms
    that never ran it is said that nothing was compared.
 
 Nothing is left changed: no global random state is drawn from, no tensor of the model is read.
+
+Dynamo writes a model's widths (H, F, 2F) into views, splits and slices as numbers, so a captured region runs at these
+widths only. Where one factor divides all of them, every such number can be divided by it: sums and halves of widths
+stay sums and halves. Whether the narrow graph means the same is not proved here; who runs it asks that it gives what
+another narrow form of the same computation gives. Refused: widths without a common factor, and widths that may be
+confused with counts (experts, choices, tokens).
 """
 
 from __future__ import annotations
@@ -36,12 +42,11 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import is_int_tensor, node_value, static_size
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.passes.verify.region import Forms, Tensors, errors_of, run_step
-from memfine_fx.passes.verify.shrinkage import narrow_graph, narrow_widths
 from memfine_fx.records import ChunkPlan, Modes, MoERegion, SavePolicy
-from memfine_fx.runtime.bodies import BackwardBody, Bodies, ForwardBody, SavingBodies
+from memfine_fx.runtime.compiled_expert import Compiled, CompiledBackward, CompiledExpert, SavingFunctions
 from memfine_fx.runtime.store import LiveRegion
 
-__all__ = ["check_gradients", "in_words"]
+__all__ = ["check_gradients", "in_words", "narrow_graph", "narrow_widths"]
 
 _SMALL_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
@@ -63,12 +68,12 @@ class _Found:
     other_output: str = ""
 
 
-def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
+def check_gradients(region: MoERegion, compiled_expert: CompiledExpert, modes: Modes) -> str:
     """Compare the two backwards, once for equal regions.
 
     Args:
         region: raised, its experts on one rank, not yet lowered.
-        bodies: what its chunks run, one expert at a time.
+        compiled_expert: what its chunks run, one expert at a time.
         modes: at its exit.
 
     Returns:
@@ -81,10 +86,10 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
         return ""
     if region.expert_index is not None and region.expert_index not in region.cut.inputs:  # weights [T,E] stand for it
         region = replace(region, cut=replace(region.cut, inputs=(*region.cut.inputs, region.expert_index)))
-    key = _fingerprint(region, bodies, modes)
+    key = _fingerprint(region, compiled_expert, modes)
     with _lock:
         if key not in _known:
-            _known[key] = _check_kind(region, bodies, modes)
+            _known[key] = _check_kind(region, compiled_expert, modes)
     record = _known[key]
     if record.other_output:
         raise CannotChunk(
@@ -101,9 +106,9 @@ def check_gradients(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     return record.uncompared
 
 
-def _check_kind(region: MoERegion, bodies: Bodies, modes: Modes) -> _Found:
+def _check_kind(region: MoERegion, compiled_expert: CompiledExpert, modes: Modes) -> _Found:
     try:
-        return _compared(Forms.of(region, _live(region, bodies), modes), bodies)
+        return _compared(Forms.of(region, _live(region, compiled_expert), modes), compiled_expert)
     except _RUN_ERRORS as error:
         return _Found(in_words(error))
 
@@ -113,11 +118,11 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _live(region: MoERegion, bodies: Bodies) -> LiveRegion:
+def _live(region: MoERegion, compiled_expert: CompiledExpert) -> LiveRegion:
     dims = region.dims
     return LiveRegion(
-        region_id=f"{bodies.key}/gradients",
-        bodies=bodies,
+        region_id=f"{compiled_expert.key}/gradients",
+        compiled_expert=compiled_expert,
         num_experts=dims.num_experts,
         top_k=dims.top_k,
         out_dtype=torch.float64,
@@ -126,7 +131,7 @@ def _live(region: MoERegion, bodies: Bodies) -> LiveRegion:
     )
 
 
-def _fingerprint(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
+def _fingerprint(region: MoERegion, compiled_expert: CompiledExpert, modes: Modes) -> str:
     """Equal for regions that are the same but for names."""
     nodes = (*region.cut.inputs, *region.cut.nodes)
     names = {node: f"%{place}" for place, node in enumerate(nodes)}
@@ -134,7 +139,7 @@ def _fingerprint(region: MoERegion, bodies: Bodies, modes: Modes) -> str:
     inputs = [_description(node_value(node)) for node in region.cut.inputs]
     roles = [node and names[node] for node in (region.hidden, region.expert_index, region.routing_weight, region.base)]
     params = [names.get(node) for node in region.params]
-    text = repr((bodies.key, calls, inputs, roles, params, region.dims, modes))
+    text = repr((compiled_expert.key, calls, inputs, roles, params, region.dims, modes))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -144,7 +149,7 @@ def _description(value: object) -> object:
     return str(value)
 
 
-def _compared(forms: Forms, bodies: Bodies) -> _Found:
+def _compared(forms: Forms, compiled_expert: CompiledExpert) -> _Found:
     if not forms.wants_grad:
         return _Found()
     reason, other_output = "its sizes are too large", ""
@@ -154,7 +159,7 @@ def _compared(forms: Forms, bodies: Bodies) -> _Found:
             continue
         try:
             with without_saved_tensor_hooks(), without_autocast():
-                run = functools.partial(_run, forms, bodies, inputs, sizes.widths)
+                run = functools.partial(_run, forms, compiled_expert, inputs, sizes.widths)
                 original, rewritten = run_without_modes(run)
         except _RUN_ERRORS as error:
             reason = in_words(error)
@@ -171,12 +176,14 @@ def _compared(forms: Forms, bodies: Bodies) -> _Found:
     return _Found(other_output=other_output) if other_output else _Found(reason)
 
 
-def _run(forms: Forms, bodies: Bodies, inputs: _Inputs, widths: Mapping[int, int]) -> tuple[Tensors, Tensors]:
+def _run(
+    forms: Forms, compiled_expert: CompiledExpert, inputs: _Inputs, widths: Mapping[int, int]
+) -> tuple[Tensors, Tensors]:
     """Output and gradients of the region as captured and in chunks."""
     values, chosen = inputs.values()
     original = run_step(ExactRun(narrow_graph(forms.original, widths)).run, values, forms)
     narrow = replace(forms, rewritten=narrow_graph(forms.rewritten, widths))
-    rewritten = narrow.run_rewritten(values, _PLAN, _ExactBodies(bodies, widths))
+    rewritten = narrow.run_rewritten(values, _PLAN, _ExactExpert(compiled_expert, widths))
     for name, mask in zip(forms.placeholders, chosen, strict=True):
         for tensors in (original, rewritten):
             if mask is not None and f"d {name}" in tensors:  # constants where a token chose others: none flows on there
@@ -285,7 +292,7 @@ class _Inputs:
         num_tokens = math.prod(shape) // dims.top_k
         few = torch.randperm(dims.num_experts, generator=self._generator, device="cpu")[
             : dims.top_k + 1
-        ]  # each costs a body's run
+        ]  # each costs a compiled function's run
         order = torch.rand(num_tokens, len(few), generator=self._generator, device="cpu").argsort(1)
         return few[order[:, : dims.top_k]].view(shape).to(value.device, value.dtype)
 
@@ -338,26 +345,29 @@ def _laid_out(filled: Tensor, like: Tensor) -> Tensor:
     return filled.permute(order).contiguous().permute(back)
 
 
-class _ExactBodies:
-    """Bodies as graphs, run in fp64 at the widths of the check."""
+class _ExactExpert:
+    """Compiled functions as graphs, run in fp64 at the widths of the check."""
 
     contribution_dtype = torch.float64
 
-    def __init__(self, bodies: Bodies, widths: Mapping[int, int]) -> None:
-        self._bodies, self._widths = bodies, widths
-        self.key, self.has_weight, self.param_kinds = bodies.key, bodies.has_weight, bodies.param_kinds
-        self.takes_group, self.num_factored = bodies.takes_group, bodies.num_factored
-        self.out_width = widths.get(bodies.out_width, bodies.out_width)
+    def __init__(self, compiled_expert: CompiledExpert, widths: Mapping[int, int]) -> None:
+        self._compiled_expert, self._widths = compiled_expert, widths
+        self.key, self.has_weight, self.param_kinds = (
+            compiled_expert.key,
+            compiled_expert.has_weight,
+            compiled_expert.param_kinds,
+        )
+        self.takes_group, self.num_factored = compiled_expert.takes_group, compiled_expert.num_factored
+        self.out_width = widths.get(compiled_expert.out_width, compiled_expert.out_width)
 
-    def forward(self) -> ForwardBody:
-        body = self._bodies.forward()
-        return replace(body, call=_ExactCall(body.call, self._widths))
+    def forward(self) -> Compiled:
+        return _ExactCall(self._compiled_expert.forward(), self._widths)
 
-    def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
-        body = self._bodies.backward(wanted)
-        return replace(body, call=_ExactCall(body.call, self._widths))
+    def backward(self, wanted: tuple[bool, ...]) -> CompiledBackward:
+        backward = self._compiled_expert.backward(wanted)
+        return replace(backward, call=_ExactCall(backward.call, self._widths))
 
-    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
+    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingFunctions | None:
         return None
 
 
@@ -368,3 +378,38 @@ class _ExactCall:
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         return self._run(*args)
+
+
+_LEAST_WIDTH = 32
+"""Numbers below it are ranks of adapters, heads, dimensions: they stay."""
+
+
+def narrow_widths(widths: Iterable[int], counts: Iterable[int]) -> dict[int, int]:
+    """Return what each width becomes, divided by a common factor; empty where they cannot be divided.
+
+    Args:
+        widths: every size of a tensor's inner dimensions.
+        counts: numbers that stay: E, K, and T where it is a number.
+    """
+    wide = {width for width in widths if width >= _LEAST_WIDTH}
+    factor = math.gcd(*wide)
+    if factor < 2 or min(wide) <= max(counts, default=0):
+        return {}
+    while factor % 2 == 0 and min(wide) // factor < 2:  # a width of one would hide what a layout does
+        factor //= 2
+    return {width: width // factor for width in wide} if factor > 1 else {}
+
+
+def narrow_graph(graph_module: fx.GraphModule, widths: Mapping[int, int]) -> fx.GraphModule:
+    """A copy with every number that is a width replaced by its narrow one."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, copies))
+
+    def narrowed(value: Any) -> Any:
+        return widths.get(value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, narrowed)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, narrowed)
+    return fx.GraphModule(graph_module, graph)

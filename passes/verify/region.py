@@ -33,7 +33,7 @@ from memfine_fx.passes.verify.real_run import Recorded
 from memfine_fx.passes.verify.reference import ExactRun
 from memfine_fx.records import ChunkPlan, Modes, MoERegion
 from memfine_fx.records.verification import Check, RegionVerification
-from memfine_fx.runtime.bodies import Bodies, Compiled
+from memfine_fx.runtime.compiled_expert import Compiled, CompiledExpert
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register, unregister
 
@@ -167,9 +167,15 @@ class Forms:
     def run_exact(self, inputs: _Inputs) -> Tensors:
         return run_exact(self.original, inputs.values, self)
 
-    def run_rewritten(self, values: Sequence[Any], plan: ChunkPlan, bodies: Bodies) -> Tensors:
+    def run_rewritten(self, values: Sequence[Any], plan: ChunkPlan, compiled_expert: CompiledExpert) -> Tensors:
         region_id = f"{self.live.region_id}/verify"
-        live = replace(self.live, region_id=region_id, bodies=bodies, choose_plan=lambda _: plan, tuner=ChunkTuner())
+        live = replace(
+            self.live,
+            region_id=region_id,
+            compiled_expert=compiled_expert,
+            choose_plan=lambda _: plan,
+            tuner=ChunkTuner(),
+        )
         live = replace(live, plan=None, _plans={})
         register(live)
         try:
@@ -290,7 +296,7 @@ def run_exact(original: fx.GraphModule, values: Sequence[Any], forms: Leaves) ->
 def _compare(forms: Forms, inputs: _Inputs, routing: str, plan: ChunkPlan) -> list[Check]:
     exact = forms.run_exact(inputs)
     original = forms.run_original(inputs)
-    rewritten = forms.run_rewritten(inputs.values, plan, forms.live.bodies)
+    rewritten = forms.run_rewritten(inputs.values, plan, forms.live.compiled_expert)
     errors, own = errors_of(rewritten, exact), errors_of(original, exact)
     worst = worst_of(errors, own)
     return [Check(routing, plan.rows_per_chunk, worst, errors[worst], own.get(worst, math.inf))]
@@ -305,30 +311,29 @@ def _corrupted_error(forms: Forms, inputs: _Inputs, plan: ChunkPlan) -> float | 
     if not inputs.num_tokens:
         return None
     exact = forms.run_exact(inputs)
-    corrupted = forms.run_rewritten(inputs.values, plan, _CorruptedBodies(forms.live.bodies))
+    corrupted = forms.run_rewritten(inputs.values, plan, _CorruptedExpert(forms.live.compiled_expert))
     return max(errors_of(corrupted, exact).values())
 
 
-class _CorruptedBodies:
-    """Bodies whose first chunk is wrong: by 1%, in 16-bit by a quarter."""
+class _CorruptedExpert:
+    """Compiled functions whose first chunk is wrong: by 1%, in 16-bit by a quarter."""
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
+    def __init__(self, compiled_expert: CompiledExpert) -> None:
+        self._compiled_expert = compiled_expert
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._bodies, name)
+        return getattr(self._compiled_expert, name)
 
     def forward(self) -> Any:
-        body = self._bodies.forward()
-        return replace(body, call=_CorruptedCall(body.call))
+        return _CorruptedCall(self._compiled_expert.forward())
 
     def backward(self, wanted: tuple[bool, ...]) -> Any:
-        body = self._bodies.backward(wanted)
-        return replace(body, call=_CorruptedCall(body.call))
+        backward = self._compiled_expert.backward(wanted)
+        return replace(backward, call=_CorruptedCall(backward.call))
 
 
 class _CorruptedCall:
-    """A body that is wrong the first time."""
+    """A compiled function that is wrong the first time."""
 
     def __init__(self, call: Compiled) -> None:
         self.peak_bytes, self.results_bytes = call.peak_bytes, call.results_bytes
@@ -338,11 +343,11 @@ class _CorruptedCall:
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         results = self._call(*args)
         self._num_calls += 1
-        return [result * _wrong_factor(result.dtype) for result in results] if self._num_calls == 1 else results
-
-
-def _wrong_factor(dtype: torch.dtype) -> float:
-    return 1.01 if dtype.itemsize >= 4 else 1.25
+        return (
+            [result * (1.01 if result.dtype.itemsize >= 4 else 1.25) for result in results]
+            if self._num_calls == 1
+            else results
+        )
 
 
 def _small_chunks(plan: ChunkPlan, num_tokens: int, top_k: int) -> ChunkPlan:

@@ -25,7 +25,7 @@ from memfine_fx.expert_parallel.bandwidth import links_of, measure_bandwidth
 from memfine_fx.expert_parallel.groups import expert_group
 from memfine_fx.expert_parallel.shard import sharded_parameters
 from memfine_fx.models._experts import GatedExperts
-from memfine_fx.passes.lower.bodies import bodies_for
+from memfine_fx.passes.lower.compiled_expert import compiled_expert_for
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.records import ChunkPlan, Refusal
 from tests.expert_parallel.fault_cases import EXPERTS, HIDDEN, ROWS, TOKENS, TOP_K, WIDTH, Told, layer, run_layer
@@ -86,7 +86,7 @@ class Agreement:
         sharding: told by `optimize` when ranks hold another config, another model, and another number of slots.
         slots: of this rank where the ranks' budgets differ.
         node_ranks: ranks of a node where LOCAL_WORLD_SIZE is another on each.
-        bodies: told when ranks compute a layer in different ways.
+        compiled_expert: told when ranks compute a layer in different ways.
     """
 
     refused: Told
@@ -102,7 +102,7 @@ class Agreement:
     sharding: tuple[Told, Told, Told]
     slots: int
     node_ranks: int
-    bodies: Told
+    compiled_expert: Told
 
 
 def agreeing(rank: int) -> Agreement:
@@ -122,10 +122,10 @@ def agreeing(rank: int) -> Agreement:
         outside = _told(lambda: _gradients(model))
     experts = _optimized(ListOfExperts(EXPERTS)).experts
     large = _optimized(Layer(EXPERTS + 2))
-    model_of_bodies = layer()
-    without_folding = functools.partial(bodies_for, folds_weight=False) if rank == 1 else bodies_for
-    with mock.patch("memfine_fx.compiler.regions.bodies_for", without_folding):
-        bodies = _told(lambda: run_layer(model_of_bodies))
+    model_of_compiled = layer()
+    without_folding = functools.partial(compiled_expert_for, folds_weight=False) if rank == 1 else compiled_expert_for
+    with mock.patch("memfine_fx.compiler.regions.compiled_expert_for", without_folding):
+        compiled_expert = _told(lambda: run_layer(model_of_compiled))
     return Agreement(
         refused=refused,
         again=again,
@@ -151,7 +151,7 @@ def agreeing(rank: int) -> Agreement:
         ),
         slots=_slots_of(_optimized(Layer(EXPERTS), memory_budget="1GiB" if rank else 100_000)),
         node_ranks=_node_ranks(rank),
-        bodies=bodies,
+        compiled_expert=compiled_expert,
     )
 
 

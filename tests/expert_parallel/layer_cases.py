@@ -97,11 +97,13 @@ def cases(num_ranks: int) -> list[LayerCase]:
         LayerCase("all rows to the last rank, large rounds, kept", even, round_rows=None, route="last", budget="1GiB"),
         LayerCase("tokens on one rank only, large rounds", (40, *[0] * (num_ranks - 1)), round_rows=None),
         LayerCase("rounds of two chunks and a half, overlapping", even, round_rows=17, overlaps=True),
-        LayerCase("rounds in legs", (200,) * num_ranks, rows=64, round_rows=None),
-        LayerCase("rounds in legs, kept", (200,) * num_ranks, rows=64, round_rows=None, budget="1GiB"),
-        LayerCase("rounds in legs, overlapping", (200,) * num_ranks, rows=64, round_rows=280, overlaps=True),
-        LayerCase("rounds in legs, one source", (600, *[3] * (num_ranks - 1)), rows=64, round_rows=300),
-        LayerCase("rounds in legs, bfloat16", (200,) * num_ranks, rows=64, round_rows=None, dtype=torch.bfloat16),
+        LayerCase("rounds in all-to-alls", (200,) * num_ranks, rows=64, round_rows=None),
+        LayerCase("rounds in all-to-alls, kept", (200,) * num_ranks, rows=64, round_rows=None, budget="1GiB"),
+        LayerCase("rounds in all-to-alls, overlapping", (200,) * num_ranks, rows=64, round_rows=280, overlaps=True),
+        LayerCase("rounds in all-to-alls, one source", (600, *[3] * (num_ranks - 1)), rows=64, round_rows=300),
+        LayerCase(
+            "rounds in all-to-alls, bfloat16", (200,) * num_ranks, rows=64, round_rows=None, dtype=torch.bfloat16
+        ),
         LayerCase("help, all rows to the first rank", even, route="first", slots=2),
         LayerCase("help, all rows to the last rank", even, route="last", slots=1),
         LayerCase("help, random routing, overlapping", even, slots=2, overlaps=True),

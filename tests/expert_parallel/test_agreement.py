@@ -8,7 +8,7 @@ from torch import fx
 
 from memfine_fx.errors import Reason
 from memfine_fx.expert_parallel.gathering import OUTSIDE
-from memfine_fx.passes.lower.sharded import tell_why_gathered
+from memfine_fx.passes.lower.sharded import say_why_gathered
 from memfine_fx.records import Refusal, Where
 from tests.expert_parallel.agreement_cases import NUM_LAYERS, REASON, Agreement, agreeing
 from tests.expert_parallel.fault_cases import ROWS
@@ -101,7 +101,7 @@ def test_ranks_that_know_of_nodes_of_other_sizes_count_as_one_node(by_rank: list
 
 def test_layers_computed_in_different_ways_are_told_apart(by_rank: list[Agreement]) -> None:
     for agreement in by_rank:
-        assert agreement.bodies.message.count("in rounds (4 experts, top-2, torch.float32, body ") == 2
+        assert agreement.compiled_expert.message.count("in rounds (4 experts, top-2, torch.float32, function ") == 2
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_table_is_gathered_because_of_the_refusal_nearest_to_it(refusals: tupl
     graph = fx.Graph()
     arguments = (graph.placeholder("own"), 4, "group", "layers.1.experts.down_proj", OUTSIDE)
     table = graph.call_function(torch.ops.memfine.all_experts.default, arguments)
-    tell_why_gathered(
+    say_why_gathered(
         graph,
         [
             Refusal(Where(module), Reason.ROWS_NOT_FOLLOWED, f"reason {number}")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfine_fx.expert_parallel.placement import Placement
-from memfine_fx.expert_parallel.schedule import Leg, Rounds, TokenSlices
+from memfine_fx.expert_parallel.schedule import AllToAll, Rounds, TokenSlices
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,26 @@ Names = list[tuple[int, int, int]]
 """Rows as (source, expert, number among the source's rows of that expert)."""
 
 
-def sent_names(leg: Leg, source: int) -> Names:
+def sent_names(a2a: AllToAll, source: int) -> Names:
     return [
         (source, expert, number)
-        for expert, (first, last) in enumerate(zip(leg.first.tolist(), leg.last.tolist(), strict=True))
+        for expert, (first, last) in enumerate(zip(a2a.first.tolist(), a2a.last.tolist(), strict=True))
         for number in range(first, last)
     ]
 
 
 def delivered(case: Case, number: int) -> Iterator[list[Names]]:
-    """Per leg of a round what arrives at each rank, cut out of the sent rows by the senders' splits."""
+    """Per all-to-all of a round what arrives at each rank, cut out of the sent rows by the senders' splits."""
     schedule = case.schedule()
-    views = [schedule.legs(rank, number) for rank in range(case.num_ranks)]
-    assert len({len(view) for view in views}) == 1, "ranks disagree on the number of legs"
-    for legs in zip(*views, strict=True):
-        inboxes: list[Names] = [[] for _ in legs]
-        for source, leg in enumerate(legs):
-            rows = sent_names(leg, source)
-            assert len(rows) == leg.num_sent
-            for rank, size in enumerate(leg.sent_splits):
-                assert legs[rank].received_splits[source] == size, "sender and receiver disagree"
+    views = [schedule.all_to_alls(rank, number) for rank in range(case.num_ranks)]
+    assert len({len(view) for view in views}) == 1, "ranks disagree on the number of all-to-alls"
+    for all_to_alls in zip(*views, strict=True):
+        inboxes: list[Names] = [[] for _ in all_to_alls]
+        for source, a2a in enumerate(all_to_alls):
+            rows = sent_names(a2a, source)
+            assert len(rows) == a2a.num_sent
+            for rank, size in enumerate(a2a.sent_splits):
+                assert all_to_alls[rank].received_splits[source] == size, "sender and receiver disagree"
                 inboxes[rank] += rows[:size]
                 rows = rows[size:]
         yield inboxes
@@ -104,7 +104,7 @@ def test_every_row_goes_to_its_owner_exactly_once(case: Case) -> None:
 def test_no_rank_receives_more_than_its_limit_in_a_round(case: Case) -> None:
     for number in range(case.schedule().num_rounds):
         for rank, limit in enumerate(case.limits):
-            assert sum(leg.num_received for leg in case.schedule().legs(rank, number)) <= limit
+            assert sum(a2a.num_received for a2a in case.schedule().all_to_alls(rank, number)) <= limit
 
 
 @given(cases())
@@ -127,16 +127,16 @@ def test_staging_is_bounded_as_far_as_one_row_a_destination_allows(case: Case) -
     bound = max(case.max_sent, case.num_ranks)
     for number in range(case.schedule().num_rounds):
         for rank in range(case.num_ranks):
-            assert all(leg.num_sent <= bound for leg in case.schedule().legs(rank, number))
+            assert all(a2a.num_sent <= bound for a2a in case.schedule().all_to_alls(rank, number))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
-def test_even_routing_sends_evenly_in_one_leg(num_ranks: int) -> None:
+def test_even_routing_sends_evenly_in_one_all_to_all(num_ranks: int) -> None:
     counts = torch.full((num_ranks, 2 * num_ranks), 32)
     schedule = Rounds(counts, Placement(2 * num_ranks, num_ranks), 32, 2 * 32)
     for number in range(schedule.num_rounds):
-        (leg,) = schedule.legs(0, number)
-        assert leg.num_sent == 32
+        (a2a,) = schedule.all_to_alls(0, number)
+        assert a2a.num_sent == 32
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def test_even_routing_sends_evenly_in_one_leg(num_ranks: int) -> None:
         pytest.param([[4000, 50, 50, 50]] * 4, id="ranks with few rows"),
     ],
 )
-def test_legs_are_as_few_as_what_the_fullest_source_sends_asks_for(counts: list[list[int]]) -> None:
-    """But for one, as legs are parts of what ranks receive and not of what a source sends."""
+def test_all_to_alls_are_as_few_as_what_the_fullest_source_sends_asks_for(counts: list[list[int]]) -> None:
+    """But for one, as all-to-alls are parts of what ranks receive and not of what a source sends."""
     table = torch.tensor(counts)
     rows = -(-int(table.sum()) * 9 // (4 * 8))
     schedule = Rounds(table, Placement(table.shape[1], 4), rows, -(-rows // 4))
     for number in range(schedule.num_rounds):
-        by_source = [schedule.legs(rank, number) for rank in range(4)]
-        sent = max(sum(leg.num_sent for leg in legs) for legs in by_source)
+        by_source = [schedule.all_to_alls(rank, number) for rank in range(4)]
+        sent = max(sum(a2a.num_sent for a2a in all_to_alls) for all_to_alls in by_source)
         least = max(1, -(-sent // -(-rows // 4)))
         assert least <= len(by_source[0]) <= least + 1
 
@@ -168,7 +168,7 @@ def test_experts_come_one_after_the_other(case: Case) -> None:
         schedule = case.schedule()
         walked = []
         for number in range(schedule.num_rounds):
-            rows = sum(leg.received.sum(dim=0) for leg in schedule.legs(rank, number))
+            rows = sum(a2a.received.sum(dim=0) for a2a in schedule.all_to_alls(rank, number))
             walked.append([expert for expert, count in enumerate(rows.tolist()) if count])
         flat = [expert for experts in walked for expert in experts]
         assert flat == sorted(flat)
@@ -182,7 +182,7 @@ def test_received_before_is_the_sum_of_earlier_rounds(case: Case) -> None:
         so_far = torch.zeros(len(case.placement.owned(rank)), dtype=torch.int64)
         for number in range(schedule.num_rounds):
             assert torch.equal(schedule.received_before(rank, number), so_far)
-            so_far = so_far + sum(leg.received.sum(dim=0) for leg in schedule.legs(rank, number))
+            so_far = so_far + sum(a2a.received.sum(dim=0) for a2a in schedule.all_to_alls(rank, number))
 
 
 @given(cases())
@@ -204,7 +204,7 @@ def test_rounds_after_those_that_are_kept_have_half_as_many_rows(case: Case) -> 
     schedule = case.schedule()
     for number in range(schedule.num_saved, schedule.num_rounds if any(case.rooms) else 0):
         for rank, limit in enumerate(case.limits):
-            assert sum(leg.num_received for leg in schedule.legs(rank, number)) <= (limit + 1) // 2
+            assert sum(a2a.num_received for a2a in schedule.all_to_alls(rank, number)) <= (limit + 1) // 2
 
 
 @pytest.mark.parametrize("load", ["even", "one rank"])
@@ -216,7 +216,7 @@ def test_a_thousand_ranks_take_less_than_a_second(load: str) -> None:
     schedule = Rounds(counts, placement, 65536, 2 * 65536)
     num_rounds = schedule.num_rounds
     for number in range(num_rounds):
-        schedule.legs(17, number)
+        schedule.all_to_alls(17, number)
     assert num_rounds == -(-int(schedule.received.max()) // 65536)
     assert time.process_time() - started < 1.0
 
@@ -228,9 +228,9 @@ def test_token_slices_break_their_bound_where_rounds_do_not() -> None:
     bounds = torch.tensor([[[0, 0], [0, 0]], [[16, 0], [16, 0]], *([[[16, 0], [16, 0]]] * 3)])
     slices = TokenSlices(bounds, placement)
     assert slices.num_rounds == 4 == -(-int(counts[:, 0].sum()) // limit)
-    assert max(slices.legs(0, number)[0].num_received for number in range(4)) == 32
+    assert max(slices.all_to_alls(0, number)[0].num_received for number in range(4)) == 32
     rounds = Rounds(counts, placement, limit, limit)
-    assert max(sum(leg.num_received for leg in rounds.legs(0, number)) for number in range(4)) == limit
+    assert max(sum(a2a.num_received for a2a in rounds.all_to_alls(0, number)) for number in range(4)) == limit
 
 
 @given(st.integers(1, 40), st.integers(1, 12))

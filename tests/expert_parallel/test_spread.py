@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 
+from memfine_fx.expert_parallel.replication import Spread, spread_rows
 from memfine_fx.expert_parallel.schedule import Rounds
-from memfine_fx.expert_parallel.spread import Spread, spread_rows
 from tests.expert_parallel.test_replication import Case, cases
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import memfine_fx
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.passes.lower import bodies
+from memfine_fx.passes.lower import compiled_expert
 from tests.integration.comparison import (
     BF16_FACTOR,
     assert_no_worse_than_eager,
@@ -210,14 +210,18 @@ def test_bf16_is_no_further_from_fp32_than_the_sum_in_bf16() -> None:
 def test_a_low_rank_product_never_makes_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither forward nor backward has a matrix [F,H] beside the base: gradients of A and B come from r columns."""
     built: list[Any] = []
-    init = bodies.ExpertBodies.__init__
-    monkeypatch.setattr(bodies, "_cache", {})
-    monkeypatch.setattr(bodies.ExpertBodies, "__init__", lambda self, *args: (built.append(self), init(self, *args))[1])
+    init = compiled_expert.CompiledExpertFunction.__init__
+    monkeypatch.setattr(compiled_expert, "_cache", {})
+    monkeypatch.setattr(
+        compiled_expert.CompiledExpertFunction,
+        "__init__",
+        lambda self, *args: (built.append(self), init(self, *args))[1],
+    )
     optimized = optimized_copy(Adapted(as_peft_writes_it), rows_per_chunk=8)
     optimized(torch.randn(T, H)).sum().backward()
     (body,) = {id(one): one for one in built}.values()
     wanted = (True, True, *(param != 0 for param in range(len(body.param_kinds))))
-    graphs = [body.forward().call.graph_module, body.backward(wanted).call.graph_module]
+    graphs = [body.forward().graph_module, body.backward(wanted).call.graph_module]
     made = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     whole = [node for node in made if tuple(getattr(node.meta.get("val"), "shape", ())) in ((WIDTH, H), (H, WIDTH))]
     assert {node.target for node in whole} <= {aten.t.default, aten.permute.default, aten.transpose.int}, whole

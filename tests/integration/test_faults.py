@@ -102,7 +102,7 @@ import resource, sys, warnings
 import torch
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import Routed
 from memfine_fx.runtime.routing import sort_assignments
 from tests.helpers import bodies_of, largest_error, mlp
 

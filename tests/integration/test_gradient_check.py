@@ -14,13 +14,13 @@ from torch import fx, nn
 
 import memfine_fx
 from benchmarks.coverage.spellings import SPELLINGS
-from memfine_fx.passes.lower import bodies
+from memfine_fx.passes.lower import compiled_expert
 from memfine_fx.passes.read import reader, removable
 from memfine_fx.passes.read.rules import RULES
 from memfine_fx.passes.verify import gradient_check
 from memfine_fx.passes.verify import region as region_forms
+from memfine_fx.passes.verify.gradient_check import narrow_widths
 from memfine_fx.passes.verify.reference import ExactRun
-from memfine_fx.passes.verify.shrinkage import narrow_widths
 from memfine_fx.records import MoERegion
 from tests.integration.comparison import assert_same_step, optimized_copy
 from tests.integration.test_semantics_kept import (
@@ -43,7 +43,7 @@ WIDE_H, WIDE_F, EXPERTS = 64, 96, 6
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_check, "_known", {})
-    monkeypatch.setattr(bodies, "_cache", {})
+    monkeypatch.setattr(compiled_expert, "_cache", {})
 
 
 @pytest.fixture
@@ -132,13 +132,13 @@ def test_what_stops_gradients_in_a_function_that_dynamo_keeps_whole_is_refused(
 
 
 def test_a_broken_derivative_of_the_expert_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    derive = bodies._Vjp.__call__
+    derive = compiled_expert._Vjp.__call__
 
     def broken(self: Any, grad: torch.Tensor, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, *others = derive(self, grad, *args)
         return (first * 1.01, *others)
 
-    monkeypatch.setattr(bodies._Vjp, "__call__", broken)
+    monkeypatch.setattr(compiled_expert._Vjp, "__call__", broken)
     model = Gathered()
     optimized = optimized_copy(model, rows_per_chunk=3)
     assert_same_step(optimized, model, {"x": torch.randn(10, H)})

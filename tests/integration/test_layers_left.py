@@ -18,7 +18,7 @@ from memfine_fx.compat import checks
 from memfine_fx.compat.settings import RECOMPILE_LIMIT
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.naive import NaiveConfig, NaiveMoE
-from memfine_fx.report.summary import first_step_line
+from memfine_fx.report.reports import first_step_line
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
 LAYERS, HIDDEN = 11, 8

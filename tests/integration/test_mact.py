@@ -9,7 +9,7 @@ import torch
 
 import memfine_fx
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.passes.lower.compiled_body import num_body_compilations
+from memfine_fx.passes.lower.compiled_function import num_compilations
 from memfine_fx.runtime import mact
 from tests.helpers import largest_error
 
@@ -46,6 +46,6 @@ def test_other_shapes_and_routings_get_other_chunks_and_no_compilation(
         (region,) = report.regions
         assert region.plan is not None and region.num_tokens == num_tokens
         counts.append(region.num_chunks)
-        compiled.append((num_body_compilations(), report.num_graphs))
+        compiled.append((num_compilations(), report.num_graphs))
     assert len(set(counts)) > 2
     assert len(set(compiled[1:])) == 1

@@ -21,9 +21,9 @@ from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.problem import lean_of
+from memfine_fx.plan.problem import saving_nothing
 from memfine_fx.plan.runs import Run
-from memfine_fx.runtime.bodies import SavingBodies
+from memfine_fx.runtime.compiled_expert import SavingFunctions
 from memfine_fx.runtime.loop import SavedRows
 from tests.integration.comparison import relative_error
 
@@ -81,7 +81,7 @@ def lean_peak() -> int:
     """Predicted of the latest step, had its regions kept nothing."""
     session = sessions()[-1]
     (run,) = session.steps.latest_runs()
-    peak = step_peak_bytes([lean_of(run)], functools.partial(largest_chunk, session))
+    peak = step_peak_bytes([saving_nothing(run)], functools.partial(largest_chunk, session))
     assert peak is not None
     return peak
 
@@ -142,11 +142,11 @@ class Dropping:
         self.num_of_none = self.num_parts = 0
         empty, of_rows = SavedRows.empty, SavedRows.of_rows
 
-        def counted(bodies: SavingBodies, hidden: torch.Tensor, num_rows: int) -> SavedRows:
+        def counted(compiled_expert: SavingFunctions, hidden: torch.Tensor, num_rows: int) -> SavedRows:
             if not isinstance(num_rows, torch.SymInt):  # a call, not its fake implementation
                 self.num_of_none += num_rows == 0
                 self.num_parts += 0 < num_rows < 2 * hidden.shape[0]
-            return empty(bodies, hidden, num_rows)
+            return empty(compiled_expert, hidden, num_rows)
 
         def checked(saved: SavedRows, total: int) -> SavedRows | None:
             for tensor in saved.tensors:

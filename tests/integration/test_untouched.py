@@ -15,7 +15,7 @@ from torch import nn
 import memfine_fx
 from benchmarks.campaign.untouched import changes, untouched
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.passes.lower import bodies
+from memfine_fx.passes.lower import compiled_expert
 from tests.integration.comparison import assert_same_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
@@ -61,11 +61,11 @@ ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
 }
 STAGES = {
     "read": "memfine_fx.compiler.regions:read_regions",
-    "plan": "memfine_fx.compiler.regions:bodies_for",
+    "plan": "memfine_fx.compiler.regions:compiled_expert_for",
     "plan of the call": "memfine_fx.runtime.store:LiveRegion.plan_for",
     "inner compile": "memfine_fx.compiler.compiled_graph:compile_with_regions",
     "partition": "memfine_fx.passes.step.partition:StepPartitioner.__call__",
-    "body compile": "memfine_fx.passes.lower.compiled_body:CompiledBody._compile",
+    "body compile": "memfine_fx.passes.lower.compiled_function:CompiledFunction._compile",
     "forward op": "memfine_fx.runtime.op:run_forward",
     "backward op": "memfine_fx.runtime.op:run_backward",
     "measuring": "memfine_fx.api:trace_memory",
@@ -176,7 +176,7 @@ def check_failing_step(way: str, stage: str, failure: BaseException) -> None:
 
 @pytest.mark.parametrize("way", ["optimize", "compile"])
 def test_a_backward_that_fails_leaves_the_next_step_exact(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_cache", {})  # a body that another test has compiled would compile no more
+    monkeypatch.setattr(compiled_expert, "_cache", {})  # a body that another test has compiled would compile no more
     model, reference = Plain(), Plain()
     reference.load_state_dict(model.state_dict())
     call, hidden = optimized(way, model), torch.randn(12, HIDDEN)

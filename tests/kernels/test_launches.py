@@ -15,9 +15,9 @@ from memfine_fx.kernels.experts import KernelExperts, route_on_device
 from memfine_fx.kernels.tables import KernelForm
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import routing
-from memfine_fx.runtime.bodies import SavedTensor
+from memfine_fx.runtime.compiled_expert import SavedTensor
 from memfine_fx.runtime.loop import SavedRows
-from memfine_fx.runtime.routed import Routed
+from memfine_fx.runtime.routing import Routed
 from memfine_fx.runtime.store import LiveRegion
 from tests.kernels.cases import in_kernels
 
@@ -58,15 +58,17 @@ def test_a_region_of_a_compiled_model_waits_for_nothing(saves: bool, monkeypatch
 
     kernels = KernelExperts(KernelForm("halves", (0, 1)))
     tensor = SavedTensor((256,), torch.bfloat16)
-    bodies: Any = SimpleNamespace(saved=(tensor,), param_kinds=("expert", "expert"))
-    region: Any = SimpleNamespace(bodies=bodies, kernels=kernels, out_dtype=torch.bfloat16, num_experts=8)
+    compiled_expert: Any = SimpleNamespace(saved=(tensor,), param_kinds=("expert", "expert"))
+    region: Any = SimpleNamespace(
+        compiled_expert=compiled_expert, kernels=kernels, out_dtype=torch.bfloat16, num_experts=8
+    )
     monkeypatch.setattr("memfine_fx.kernels.layer.target_of", lambda device: "sm_90")
     monkeypatch.setattr(experts, "_rows", lambda routed, params, options, plan: plan.rows_per_chunk)
     plan = ChunkPlan("rows", 50, 0, 0, "")
     with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
         hidden, weight = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(64, 2)
         params = [(torch.empty(8, 256, 256, dtype=torch.bfloat16),), (torch.empty(8, 256, 128, dtype=torch.bfloat16),)]
-        saved = SavedRows(bodies, [torch.empty(128, 256, dtype=torch.bfloat16)]) if saves else None
+        saved = SavedRows(compiled_expert, [torch.empty(128, 256, dtype=torch.bfloat16)]) if saves else None
         index = torch.empty(64, 2, dtype=torch.int64)
         with Waiting() as mode, recording() as launches:
             routed = Routed(hidden, weight, *route_on_device(index, 8), params, 2)

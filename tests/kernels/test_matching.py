@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, silu
 from memfine_fx.kernels.adapter_tables import AdapterForm
 from memfine_fx.kernels.tables import KernelForm, Pointwise
 from memfine_fx.records import ParamKind
-from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of
+from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, compiled_expert_of
 
 EXPERT: ParamKind = "expert"
 
@@ -54,7 +54,7 @@ def test_swiglu_experts_are_known(
     function: Callable[..., Tensor], shapes: list[tuple[int, ...]], form: KernelForm, dtype: torch.dtype
 ) -> None:
     params = tables(shapes, dtype)
-    assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form == form
+    assert compiled_expert_of(function, params, [EXPERT] * len(params)).kernel_form == form
 
 
 def geglu(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_other_activations_and_biases_are_known(
     function: Callable[..., Tensor], shapes: list[tuple[int, ...]], form: KernelForm, dtype: torch.dtype
 ) -> None:
     params = tables(shapes, dtype)
-    assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form == form
+    assert compiled_expert_of(function, params, [EXPERT] * len(params)).kernel_form == form
 
 
 def clamped_elsewhere(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ IN_OUT_WRITTEN = (clamped_elsewhere, another_slope, another_gate_in_the_sigmoid,
 
 @pytest.mark.parametrize("function", IN_OUT_WRITTEN, ids=lambda function: function.__name__)
 def test_what_only_looks_like_another_activation_is_written(function: Callable[..., Tensor]) -> None:
-    form = bodies_of(function, tables([FUSED_IN_OUT, (WIDTH, HIDDEN)]), [EXPERT, EXPERT]).kernel_form
+    form = compiled_expert_of(function, tables([FUSED_IN_OUT, (WIDTH, HIDDEN)]), [EXPERT, EXPERT]).kernel_form
     assert form is not None and isinstance(form.activation, Pointwise)
     assert (form.layout, form.positions, form.has_up) == ("interleaved_in_out", (0, 1), True)
 
@@ -162,7 +162,7 @@ def test_what_only_looks_like_another_activation_is_written(function: Callable[.
 @pytest.mark.parametrize("function", IN_OUT_OTHERS, ids=lambda function: function.__name__)
 def test_what_only_looks_like_another_activation_keeps_its_bodies(function: Callable[..., Tensor]) -> None:
     params = tables([FUSED_IN_OUT, (WIDTH, HIDDEN)])
-    assert bodies_of(function, params, [EXPERT, EXPERT]).kernel_form is None
+    assert compiled_expert_of(function, params, [EXPERT, EXPERT]).kernel_form is None
 
 
 def test_one_bias_of_two_keeps_its_bodies() -> None:
@@ -171,17 +171,19 @@ def test_one_bias_of_two_keeps_its_bodies() -> None:
         return ((silu(gate) * up) @ down.t()) * weight.unsqueeze(1)
 
     params = tables([FUSED, (HIDDEN, WIDTH), (2 * WIDTH,)])
-    assert bodies_of(half_biased, params, [EXPERT] * 3).kernel_form is None
+    assert compiled_expert_of(half_biased, params, [EXPERT] * 3).kernel_form is None
 
 
 def test_experts_of_another_width_behind_keep_their_bodies() -> None:
     params = tables([FUSED, (HIDDEN + 2, WIDTH)])
-    assert bodies_of(halves, params, [EXPERT, EXPERT]).kernel_form is None
+    assert compiled_expert_of(halves, params, [EXPERT, EXPERT]).kernel_form is None
 
 
 def test_experts_over_several_are_known_by_the_one() -> None:
     params = tables([FUSED, (HIDDEN, WIDTH)], torch.bfloat16)
-    assert bodies_of(halves, params, [EXPERT, EXPERT], takes_group=True).kernel_form == KernelForm("halves", (0, 1))
+    assert compiled_expert_of(halves, params, [EXPERT, EXPERT], takes_group=True).kernel_form == KernelForm(
+        "halves", (0, 1)
+    )
 
 
 def test_experts_without_a_routing_weight_are_known() -> None:
@@ -190,7 +192,9 @@ def test_experts_without_a_routing_weight_are_known() -> None:
         return (silu(gate) * up) @ down.t()
 
     params = tables([FUSED, (HIDDEN, WIDTH)])
-    assert bodies_of(unweighted, params, [EXPERT, EXPERT], has_weight=False).kernel_form == KernelForm("halves", (0, 1))
+    assert compiled_expert_of(unweighted, params, [EXPERT, EXPERT], has_weight=False).kernel_form == KernelForm(
+        "halves", (0, 1)
+    )
 
 
 def relu(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -236,7 +240,7 @@ def doubled_table(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -
 
 @pytest.mark.parametrize("function", (relu, up_before_gate), ids=lambda function: function.__name__)
 def test_what_only_looks_like_it_is_written(function: Callable[..., Tensor]) -> None:
-    form = bodies_of(function, tables([FUSED, (HIDDEN, WIDTH)]), [EXPERT, EXPERT]).kernel_form
+    form = compiled_expert_of(function, tables([FUSED, (HIDDEN, WIDTH)]), [EXPERT, EXPERT]).kernel_form
     assert form is not None and isinstance(form.activation, Pointwise)
     assert (form.layout, form.positions, form.has_up) == ("halves", (0, 1), True)
 
@@ -247,7 +251,7 @@ OTHERS = (gate_twice, weight_on_rows, weight_squared, scaled, scaled_rows, mixed
 @pytest.mark.parametrize("function", OTHERS, ids=lambda function: function.__name__)
 def test_what_only_looks_like_it_keeps_its_bodies(function: Callable[..., Tensor]) -> None:
     params = tables([FUSED, (WIDTH, HIDDEN) if function is mixed else (HIDDEN, WIDTH)])
-    assert bodies_of(function, params, [EXPERT, EXPERT]).kernel_form is None
+    assert compiled_expert_of(function, params, [EXPERT, EXPERT]).kernel_form is None
 
 
 RANK = 1
@@ -291,11 +295,11 @@ A, B = (RANK, HIDDEN), (2 * WIDTH, RANK)
 def test_adapters_are_known() -> None:
     params = tables([A, B, FUSED, (HIDDEN, WIDTH)])
     form = KernelForm("halves", (2, 3, 0, 1), adapters=(AdapterForm(RANK, 1.5), None))
-    assert bodies_of(adapted, params, [EXPERT] * 4).kernel_form == form
+    assert compiled_expert_of(adapted, params, [EXPERT] * 4).kernel_form == form
     params = tables([FUSED_IN_OUT, (WIDTH, HIDDEN), (RANK, HIDDEN), (WIDTH, RANK)])
     turned = AdapterForm(RANK, 2.0, is_first_out_in=False, is_second_out_in=False)
     form = KernelForm("halves_in_out", (0, 1, 3, 2), adapters=(None, turned))
-    assert bodies_of(adapted_down, params, [EXPERT] * 4, has_weight=False).kernel_form == form
+    assert compiled_expert_of(adapted_down, params, [EXPERT] * 4, has_weight=False).kernel_form == form
 
 
 @pytest.mark.parametrize(
@@ -311,20 +315,20 @@ def test_other_sums_with_low_rank_terms_keep_their_bodies(
     function: Callable[..., Tensor], shapes: list[tuple[int, ...]]
 ) -> None:
     params = tables(shapes)
-    assert bodies_of(function, params, [EXPERT] * len(params)).kernel_form is None
+    assert compiled_expert_of(function, params, [EXPERT] * len(params)).kernel_form is None
 
 
 def test_lists_of_experts_are_known() -> None:
     params = tables([(HIDDEN, WIDTH), (WIDTH, HIDDEN), (WIDTH, HIDDEN)])
     matrices = [table[0] for table in params]
     form = KernelForm("apart", (2, 1, 0), is_list=True)
-    assert bodies_of(apart, matrices, ["each"] * 3).kernel_form == form
-    assert bodies_of(apart, [*matrices[:2], params[2]], ["each", "each", EXPERT]).kernel_form is None
+    assert compiled_expert_of(apart, matrices, ["each"] * 3).kernel_form == form
+    assert compiled_expert_of(apart, [*matrices[:2], params[2]], ["each", "each", EXPERT]).kernel_form is None
 
 
 def test_tables_that_all_experts_share_keep_their_bodies() -> None:
     gate_up, down = tables([FUSED, (HIDDEN, WIDTH)])
-    assert bodies_of(halves, [gate_up, down[0]], [EXPERT, "shared"]).kernel_form is None
+    assert compiled_expert_of(halves, [gate_up, down[0]], [EXPERT, "shared"]).kernel_form is None
 
 
 def test_a_table_that_is_taken_twice_keeps_its_bodies() -> None:
@@ -332,4 +336,4 @@ def test_a_table_that_is_taken_twice_keeps_its_bodies() -> None:
         return ((silu(rows @ gate.t()) * (rows @ gate.t())) @ down.t()) * weight.unsqueeze(1)
 
     params = tables([(WIDTH, HIDDEN), (HIDDEN, WIDTH)])
-    assert bodies_of(tied, params, [EXPERT, EXPERT]).kernel_form is None
+    assert compiled_expert_of(tied, params, [EXPERT, EXPERT]).kernel_form is None

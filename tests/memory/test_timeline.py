@@ -13,7 +13,7 @@ from memfine_fx.errors import MemfineError, MissingPackage
 from memfine_fx.memory.measure import mark, span, trace_memory
 from memfine_fx.memory.timeline import Prediction, Span, Timeline, spans_of, timeline_of
 from memfine_fx.models import MixtralConfig, MixtralMoE
-from memfine_fx.report.chart import draw_timeline
+from memfine_fx.report.figure import draw_timeline
 from memfine_fx.report.reports import Report
 
 KIB = 1024

@@ -15,7 +15,7 @@ from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.sizes import ROWS
 from memfine_fx.memory.step import GraphStep, RegionMemory, RunMemory
 from memfine_fx.plan.peaks import SolvedPeaks
-from memfine_fx.plan.runs import CalledGraph, MemoryContext, RunHistory
+from memfine_fx.plan.runs import CalledGraph, RunHistory
 from memfine_fx.records import SavePolicy
 
 TOKENS = sympy.Symbol("s0", integer=True, positive=True)
@@ -37,7 +37,7 @@ class DeepModel:
     step: GraphStep
     config: Config = field(default_factory=Config)
     history: RunHistory = field(default_factory=RunHistory)
-    context: MemoryContext | None = None
+    context: RunMemory | None = None
     peaks: SolvedPeaks = field(default_factory=SolvedPeaks)
     has_gradients: bool = False
     runs_here: bool = True
@@ -93,7 +93,7 @@ def at_tokens(model: DeepModel, num_tokens: int, available_bytes: int | None, *,
         gradient_bytes: of gradients that exist, out of what is available.
     """
     available = None if available_bytes is None else available_bytes - gradient_bytes
-    model.context = MemoryContext(RunMemory(model.step, {str(TOKENS): num_tokens}), available)
+    model.context = RunMemory(model.step, {str(TOKENS): num_tokens}, available_bytes=available)
 
 
 LAYER = RegionBytes(

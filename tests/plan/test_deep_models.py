@@ -89,6 +89,6 @@ def test_the_bytes_of_a_peak_are_those_of_the_peak_with_its_terms(rows: int | No
     at_tokens(model, 300, None)
     assert model.context is not None
     sizes = chunk_sizes(model.config, model.step, rows, None)
-    peak = step_peak([model.context.memory], sizes)
+    peak = step_peak([model.context], sizes)
     assert peak is not None
-    assert step_peak_bytes([model.context.memory], sizes) == peak.num_bytes
+    assert step_peak_bytes([model.context], sizes) == peak.num_bytes

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from memfine_fx.memory.region_bytes import RegionBytes
 from memfine_fx.memory.sizes import ROWS
-from memfine_fx.plan import knee
+from memfine_fx.plan import rates as rates_module
 from memfine_fx.plan.cost import DeviceRates
-from memfine_fx.plan.knee import CHOICES, knee_rows, measured_knee
+from memfine_fx.plan.rates import CHOICES, knee_rows, measured_knee
 from memfine_fx.plan.rows import wanted_rows
 from memfine_fx.runtime.schedule import rows_schedule
 
@@ -72,7 +72,7 @@ def test_what_a_chunk_takes_beside_its_products_asks_for_more_rows() -> None:
 @given(st.lists(st.floats(1e9, 1e12), min_size=6, max_size=6))
 def test_no_smaller_number_is_within_a_hundredth_of_the_best(found: list[float]) -> None:
     chosen = knee_rows(rates(*sorted(found)), LAYER)
-    seconds = {rows: knee._seconds(rates(*sorted(found)), LAYER, rows) / rows for rows in CHOICES}
+    seconds = {rows: rates_module._seconds(rates(*sorted(found)), LAYER, rows) / rows for rows in CHOICES}
     fitting = [rows for rows in CHOICES if seconds[rows] <= 1.01 * min(seconds.values())]
     assert chosen == min(fitting)
 
@@ -98,7 +98,7 @@ def test_skewed_routing_makes_no_chunk_larger(num_tokens: int, measured: int) ->
 
 
 def test_what_others_decide_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knee, "product_rates", lambda *args: rates(*(1e11,) * 6, **NO_OVERHEAD))
+    monkeypatch.setattr(rates_module, "product_rates", lambda *args: rates(*(1e11,) * 6, **NO_OVERHEAD))
     assert measured_knee(LAYER, torch.float32) == 64
     for other in ({"device_type": "cuda"}, {"takes_group": True}, {"flops_per_row": 0}):
         assert measured_knee(replace(LAYER, **other), torch.float32) is None  # type: ignore[arg-type]

@@ -10,8 +10,7 @@ from memfine_fx.config import Config
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.budget import describe_budget
-from memfine_fx.plan.problem import lean_of, problem_without_budget, run_of_plan
-from memfine_fx.plan.runs import MemoryContext
+from memfine_fx.plan.problem import problem_without_budget, run_of_plan, saving_nothing
 from memfine_fx.plan.solve import solve
 from tests.plan.deep_model import TOKENS, TOP_K, DeepModel, deep_model
 
@@ -37,7 +36,7 @@ def test_a_deep_models_peak_stays_whatever_rows_its_experts_get(num_tokens: int,
         assert found is not None
         return found
 
-    assert peak(solved_without_budget(model.config, run)) <= peak(lean_of(run))
+    assert peak(solved_without_budget(model.config, run)) <= peak(saving_nothing(run))
 
 
 def test_a_longer_sequence_keeps_less() -> None:
@@ -77,7 +76,7 @@ def test_a_report_says_why_nothing_is_kept() -> None:
 def test_plans_of_runs_that_keep_other_things_are_other_plans() -> None:
     model = deep_model(2, has_room=True)
     saved = ((), (("body/0", 0, 4096),), (("body/0", 9, 4096),), (("body/1", 0, 4096),))
-    assert len({MemoryContext(run_of(model, 512, frozenset(one)), None).key for one in saved}) == 4
+    assert len({run_of(model, 512, frozenset(one)).key for one in saved}) == 4
 
 
 def test_what_48_layers_keep_is_decided_in_less_than_a_tenth_of_a_second() -> None:

@@ -20,10 +20,9 @@ from memfine_fx.errors import ChunkOutOfMemory, MemfineError
 from memfine_fx.records import ChunkPlan, ParamKind, SavePolicy
 from memfine_fx.runtime.halving import Progress, is_allocation_failure, run_chunks
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
+from memfine_fx.runtime.routing import Routed, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule
-from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, mlp
+from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, compiled_expert_of, mlp
 from tests.runtime.injection import MESSAGE, injecting
 
 NUM_TOKENS = 9
@@ -93,7 +92,7 @@ class Layer:
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
-        self.bodies = bodies_of(
+        self.compiled_expert = compiled_expert_of(
             case.function,
             case.params(),
             case.kinds,
@@ -106,18 +105,18 @@ class Layer:
         params = [[param] for param in case.params()]
         self.routed = Routed(hidden, weight, *sort_assignments(index, NUM_EXPERTS), params, TOP_K)
         self.plan = ChunkPlan("tokens" if case.axis == "tokens" else "rows", case.rows, case.rows, 0, "")
-        self.chunks = chunks_of(self.routed, self.bodies, self.plan)
+        self.chunks = chunks_of(self.routed, self.compiled_expert, self.plan)
         self.grad = small_ints(NUM_TOKENS, HIDDEN, dtype=case.dtype)
         self.wanted = ((True, True), [[True] for _ in case.kinds])
         flags = (True, True, *[True] * len(case.kinds))
-        self.saving = None if case.policy == "nothing" else self.bodies.saving(case.policy, flags)
+        self.saving = None if case.policy == "nothing" else self.compiled_expert.saving(case.policy, flags)
 
     @torch.no_grad()
     def step(self, on_failure: Callable[[int], None] = lambda rows: None) -> list[Tensor]:
         rows = self.routed.order.shape[0]
         saved = None if self.saving is None else SavedRows.empty(self.saving, self.routed.hidden, rows).of_rows(rows)
-        out = run_forward(self.routed, self.bodies, self.chunks, self.routed.hidden.dtype, on_failure, saved)
-        grads = run_backward(self.grad, self.routed, self.bodies, self.chunks, *self.wanted, on_failure, saved)
+        out = run_forward(self.routed, self.compiled_expert, self.chunks, self.routed.hidden.dtype, on_failure, saved)
+        grads = run_backward(self.grad, self.routed, self.compiled_expert, self.chunks, *self.wanted, on_failure, saved)
         return [out, *grads]
 
 
@@ -184,7 +183,7 @@ def test_a_single_row_that_fails_names_what_it_needs(layer: Layer, monkeypatch: 
 def test_backward_names_its_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(CASES["bf16"])
     with injecting(monkeypatch, lambda number, chunk: True), pytest.raises(ChunkOutOfMemory) as caught:
-        run_backward(layer.grad, layer.routed, layer.bodies, layer.chunks, *layer.wanted)
+        run_backward(layer.grad, layer.routed, layer.compiled_expert, layer.chunks, *layer.wanted)
     assert dict(caught.value.terms)["gradient staging of an expert"] == HIDDEN * WIDTH * (4 + 2 + 4)
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.records import ChunkPlan, ParamKind, SavePolicy
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
-from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, largest_error, mlp, mlp_params, naive_combine
+from memfine_fx.runtime.routing import Routed, sort_assignments
+from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, compiled_expert_of, largest_error, mlp, mlp_params, naive_combine
 
 EXPERT: ParamKind = "expert"
 SHARED: ParamKind = "shared"
@@ -96,22 +95,24 @@ def run(
     grad: Tensor,
     wanted: Sequence[bool] | None = None,
 ) -> Step:
-    bodies = bodies_of(case.function, params, case.kinds, has_weight=case.has_weight, folds_weight=case.folds_weight)
+    compiled_expert = compiled_expert_of(
+        case.function, params, case.kinds, has_weight=case.has_weight, folds_weight=case.folds_weight
+    )
     routed = Routed(
         hidden, weight, *sort_assignments(index, NUM_EXPERTS), [[param] for param in params], index.shape[1]
     )
-    chunks = chunks_of(routed, bodies, case.plan())
+    chunks = chunks_of(routed, compiled_expert, case.plan())
     flags = (True, case.has_weight, *[True] * len(params)) if wanted is None else tuple(wanted)
     with torch.no_grad():
-        saving = None if case.policy == "nothing" else bodies.saving(case.policy, flags)
+        saving = None if case.policy == "nothing" else compiled_expert.saving(case.policy, flags)
         rows = routed.order.shape[0]
         num_saved = case.num_saved_rows(rows)
         num_rows = rows if num_saved is None else num_saved
         saved = None if saving is None else SavedRows.empty(saving, hidden, num_rows).of_rows(rows)
         chunks = chunks if saved is None else saved.cut(chunks)
-        out = run_forward(routed, bodies, chunks, hidden.dtype, saved=saved)
+        out = run_forward(routed, compiled_expert, chunks, hidden.dtype, saved=saved)
         wanted_params = [[flag] for flag in flags[2:]]
-        return Step([out, *run_backward(grad, routed, bodies, chunks, flags[:2], wanted_params, saved=saved)])
+        return Step([out, *run_backward(grad, routed, compiled_expert, chunks, flags[:2], wanted_params, saved=saved)])
 
 
 def reference(
@@ -243,12 +244,12 @@ def test_bf16_sums_are_no_worse_than_eager_bf16(axis: str) -> None:
 def test_low_precision_sums_over_choices_round_once(dtype: torch.dtype, large: float) -> None:
     """Adding 1 to `large` in `dtype` changes nothing; adding 3 does."""
     scale = torch.tensor([[large], [1], [1], [1]]).to(dtype)
-    bodies = bodies_of(lambda rows, scale: rows * scale, [scale], [EXPERT], has_weight=False)
+    compiled_expert = compiled_expert_of(lambda rows, scale: rows * scale, [scale], [EXPERT], has_weight=False)
     hidden = torch.ones(1, HIDDEN, dtype=dtype)
     routed = Routed(hidden, None, *sort_assignments(torch.tensor([[0, 1, 2, 3]]), NUM_EXPERTS), [[scale]], 4)
-    chunks = chunks_of(routed, bodies, ChunkPlan("rows", 4, 0, 0, ""))
-    out = run_forward(routed, bodies, chunks, dtype)
-    (grad_hidden,) = run_backward(hidden, routed, bodies, chunks, (True, False), [[False]])
+    chunks = chunks_of(routed, compiled_expert, ChunkPlan("rows", 4, 0, 0, ""))
+    out = run_forward(routed, compiled_expert, chunks, dtype)
+    (grad_hidden,) = run_backward(hidden, routed, compiled_expert, chunks, (True, False), [[False]])
     expected = torch.tensor(large + 3).to(dtype)
     assert bool((out == expected).all())
     assert bool((grad_hidden == expected).all())
@@ -286,15 +287,15 @@ def swiglu(rows: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tenso
 def test_a_kept_projection_is_made_nowhere_else() -> None:
     """One expert, two chunks of 7 rows: nothing of 7 x 2F elements is allocated beside what is kept."""
     params = [torch.randn(1, HIDDEN, 2 * WIDTH), torch.randn(1, WIDTH, HIDDEN)]
-    bodies = bodies_of(swiglu, params, ("expert", "expert"))
+    compiled_expert = compiled_expert_of(swiglu, params, ("expert", "expert"))
     hidden, index = torch.randn(14, HIDDEN), torch.zeros(14, 1, dtype=torch.long)
     routed = Routed(hidden, torch.rand(14, 1), *sort_assignments(index, 1), [[param] for param in params], 1)
-    saving = bodies.saving("projections", (True, True, True, True))
+    saving = compiled_expert.saving("projections", (True, True, True, True))
     assert saving is not None
     saved = SavedRows.empty(saving, hidden, 14).of_rows(14)
-    chunks = chunks_of(routed, bodies, ChunkPlan("rows", 7, 0, 0, ""))
+    chunks = chunks_of(routed, compiled_expert, ChunkPlan("rows", 7, 0, 0, ""))
     with torch.no_grad():
-        trace = trace_memory(lambda: run_forward(routed, bodies, chunks, hidden.dtype, saved=saved), CPU)
+        trace = trace_memory(lambda: run_forward(routed, compiled_expert, chunks, hidden.dtype, saved=saved), CPU)
     assert 7 * 2 * WIDTH * 4 not in trace.allocation_bytes
     (found,) = saved.tensors
     rows = hidden[routed.order.long()]  # NOTE: products of as many rows; several threads round others otherwise

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memfine_fx.errors import DoubleBackwardError
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime import store
-from memfine_fx.runtime.bodies import Bodies
+from memfine_fx.runtime.compiled_expert import CompiledExpert
 from memfine_fx.runtime.op import experts, experts_backward, route
 from memfine_fx.runtime.store import LiveRegion, lookup, register
-from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, largest_error, mlp, mlp_params, naive_combine
+from tests.helpers import HIDDEN, NUM_EXPERTS, compiled_expert_of, largest_error, mlp, mlp_params, naive_combine
 
 SITE = "test_op/0"
 TOP_K = 2
@@ -24,11 +24,15 @@ KINDS = ("expert", "expert")
 
 
 def live_region(
-    bodies: Bodies, choose: Callable[[int], ChunkPlan], dtype: torch.dtype = torch.float32, *, drops: bool = False
+    compiled_expert: CompiledExpert,
+    choose: Callable[[int], ChunkPlan],
+    dtype: torch.dtype = torch.float32,
+    *,
+    drops: bool = False,
 ) -> LiveRegion:
     return LiveRegion(
         region_id=SITE,
-        bodies=bodies,
+        compiled_expert=compiled_expert,
         num_experts=NUM_EXPERTS,
         top_k=TOP_K,
         out_dtype=dtype,
@@ -49,9 +53,11 @@ def live() -> Iterator[Callable[..., LiveRegion]]:
     def make(
         dtype: torch.dtype = torch.float32, *, has_weight: bool = True, rows: int = 3, drops: bool = True
     ) -> LiveRegion:
-        bodies = bodies_of(mlp if has_weight else unweighted, mlp_params(dtype), KINDS, has_weight=has_weight)
+        compiled_expert = compiled_expert_of(
+            mlp if has_weight else unweighted, mlp_params(dtype), KINDS, has_weight=has_weight
+        )
         plan = ChunkPlan("rows", rows, 0, 0, "")
-        region = live_region(bodies, lambda num_tokens: plan, dtype, drops=drops)
+        region = live_region(compiled_expert, lambda num_tokens: plan, dtype, drops=drops)
         register(region)
         held.append(region)
         return region
@@ -189,8 +195,8 @@ def test_a_plan_is_chosen_once_for_each_number_of_tokens() -> None:
         asked.append(num_tokens)
         return ChunkPlan("rows", 5, 0, 0, "")
 
-    bodies = bodies_of(mlp, mlp_params(), KINDS)
-    region = live_region(bodies, choose)
+    compiled_expert = compiled_expert_of(mlp, mlp_params(), KINDS)
+    region = live_region(compiled_expert, choose)
     assert region.plan_for(3) is region.plan_for(3)
     region.plan_for(4)
     assert asked == [3, 4]

@@ -9,9 +9,8 @@ from torch._subclasses import FakeTensorMode
 from benchmarks.gpu_dry.waiting import Waiting
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
-from tests.helpers import HIDDEN, NUM_EXPERTS, bodies_of, mlp, mlp_params
+from memfine_fx.runtime.routing import Routed, sort_assignments
+from tests.helpers import HIDDEN, NUM_EXPERTS, compiled_expert_of, mlp, mlp_params
 
 META = torch.device("meta")
 TOP_K, TOKENS = 2, 24
@@ -20,16 +19,16 @@ TOP_K, TOKENS = 2, 24
 @pytest.mark.parametrize("rows_per_chunk", (5, 16, 48))
 def test_neither_pass_of_grouped_chunks_waits(rows_per_chunk: int) -> None:
     params = [param.bfloat16() for param in mlp_params()]
-    bodies = bodies_of(mlp, params, ["expert", "expert"], takes_group=True)
+    compiled_expert = compiled_expert_of(mlp, params, ["expert", "expert"], takes_group=True)
     order, offsets = sort_assignments(torch.randint(NUM_EXPERTS, (TOKENS, TOP_K)), NUM_EXPERTS)
     hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=META)
     weight = torch.empty(TOKENS, TOP_K, dtype=torch.bfloat16, device=META)
     routed = Routed(hidden, weight, order.to(META), offsets, [(param.to(META),) for param in params], TOP_K)
     plan = ChunkPlan("rows", rows_per_chunk, 0, 0, "given")
-    chunks = chunks_of(routed, bodies, plan)
+    chunks = chunks_of(routed, compiled_expert, plan)
     with Waiting() as mode:
-        out = run_forward(routed, bodies, chunks, torch.bfloat16)
-        gradients = run_backward(out, routed, bodies, chunks, (True, True), [[True], [True]])
+        out = run_forward(routed, compiled_expert, chunks, torch.bfloat16)
+        gradients = run_backward(out, routed, compiled_expert, chunks, (True, True), [[True], [True]])
     assert len(gradients) == 4
     assert mode.found == []
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from memfine_fx.passes.lower.fold_weight import fold_weight
-from memfine_fx.passes.tracing import TracedBody, trace_rows
+from memfine_fx.passes.tracing import TracedFunction, trace_rows
 from tests.helpers import HIDDEN, WIDTH, code_of, largest_error, mlp, specs_for
 
 KINDS = ("expert", "expert", "expert")
@@ -62,7 +62,7 @@ def added_weight(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor, bias: T
     return torch.relu(rows @ up) @ down + weight.unsqueeze(1)
 
 
-def trace(function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> TracedBody:
+def trace(function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> TracedFunction:
     params = tables(dtype)[: 2 if function is mlp else 3]
     return trace_rows(function, specs_for(params, KINDS[: len(params)], has_weight=True, dtype=dtype))
 

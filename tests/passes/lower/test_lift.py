@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from memfine_fx.errors import CannotChunk
-from memfine_fx.passes.lower.compiled_body import num_body_compilations
+from memfine_fx.passes.lower.compiled_function import num_compilations
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.records import ChunkPlan, ParamKind
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routed import Routed
-from memfine_fx.runtime.routing import sort_assignments
-from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, bodies_of, expert_function, mlp, mlp_params, specs_for
+from memfine_fx.runtime.routing import Routed, sort_assignments
+from tests.helpers import HIDDEN, NUM_EXPERTS, WIDTH, compiled_expert_of, expert_function, mlp, mlp_params, specs_for
 
 BF16 = torch.bfloat16
 EXPERT: ParamKind = "expert"
@@ -61,14 +60,14 @@ def step(
     torch.manual_seed(0)
     hidden = torch.randn(index.shape[0], HIDDEN).to(BF16)
     weight, grad = torch.rand(index.shape).to(BF16), torch.randn_like(hidden)
-    bodies = bodies_of(function, params, [EXPERT] * len(params), takes_group=takes_group)
+    compiled_expert = compiled_expert_of(function, params, [EXPERT] * len(params), takes_group=takes_group)
     routed = Routed(
         hidden, weight, *sort_assignments(index, NUM_EXPERTS), [[param] for param in params], index.shape[1]
     )
-    chunks = chunks_of(routed, bodies, ChunkPlan("rows", rows, 0, 0, ""))
+    chunks = chunks_of(routed, compiled_expert, ChunkPlan("rows", rows, 0, 0, ""))
     with torch.no_grad():
-        out = run_forward(routed, bodies, chunks, BF16)
-        return [out, *run_backward(grad, routed, bodies, chunks, (True, True), [[True]] * len(params))]
+        out = run_forward(routed, compiled_expert, chunks, BF16)
+        return [out, *run_backward(grad, routed, compiled_expert, chunks, (True, True), [[True]] * len(params))]
 
 
 ROUTINGS = {
@@ -95,11 +94,11 @@ def test_the_grouped_body_equals_the_per_expert_body(function: Callable[..., Ten
 def test_other_rows_and_groups_need_no_other_body() -> None:
     params = tables(mlp)
     step(mlp, ROUTINGS["balanced"], params, takes_group=True, rows=1000)
-    before = num_body_compilations()
+    before = num_compilations()
     for routing in ("empty experts between", "one expert"):
         for rows in (2, 5, 1000):
             step(mlp, ROUTINGS[routing], params, takes_group=True, rows=rows)
-    assert num_body_compilations() == before
+    assert num_compilations() == before
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_only_what_grouped_matmuls_take_is_lifted(
 )
 def test_what_has_no_lifted_form_is_refused_by_name(function: Callable[..., Tensor]) -> None:
     with pytest.raises(CannotChunk, match=r"aten\.\w+\.\w+ of a parameter cannot be lifted over experts"):
-        bodies_of(function, mlp_params(BF16), [EXPERT, EXPERT], takes_group=True)
+        compiled_expert_of(function, mlp_params(BF16), [EXPERT, EXPERT], takes_group=True)
 
 
 def test_tables_joined_inside_the_expert_are_lifted_or_refused() -> None:

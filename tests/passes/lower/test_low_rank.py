@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memfine_fx.passes.lower.low_rank import split_low_rank
-from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
+from memfine_fx.passes.tracing import TensorSpec, TracedFunction, trace_rows
 
 HIDDEN, WIDTH, RANK = 48, 80, 2
 Function = Callable[..., Tensor]
@@ -47,7 +47,7 @@ def magnitude_in_between(rows: Tensor, base: Tensor, b: Tensor, a: Tensor) -> Te
     return rows @ ((base + b @ a) * base.norm(dim=1, keepdim=True)).t()
 
 
-def trace(function: Function, rank: int = RANK, dtype: torch.dtype = torch.float32) -> TracedBody:
+def trace(function: Function, rank: int = RANK, dtype: torch.dtype = torch.float32) -> TracedFunction:
     cpu = torch.device("cpu")
     shapes = [(WIDTH, HIDDEN), (WIDTH, rank), (rank, HIDDEN)]
     dtypes = [dtype, torch.float32, torch.float32]

@@ -22,8 +22,8 @@ from tests.helpers import (
     GatheredMoE,
     GroupedMoE,
     TinyMoE,
-    bodies_of,
     capture,
+    compiled_expert_of,
     hidden_for,
     hidden_states,
     insert_identity,
@@ -56,11 +56,13 @@ def _forget_region() -> Iterator[None]:
 def register_live(layer: TinyMoE, region: MoERegion, rows: int = 3, region_id: str = SITE) -> None:
     params = [layer.up.detach(), layer.down.detach()]
     function = region.expert_fn
-    bodies = bodies_of(function.graph_module, params, function.param_kinds, has_weight=function.has_weight)
+    compiled_expert = compiled_expert_of(
+        function.graph_module, params, function.param_kinds, has_weight=function.has_weight
+    )
     plan = ChunkPlan("rows", rows, 0, 0, "")
     live = LiveRegion(
         region_id=region_id,
-        bodies=bodies,
+        compiled_expert=compiled_expert,
         num_experts=NUM_EXPERTS,
         top_k=layer.top_k,
         out_dtype=layer.up.dtype,

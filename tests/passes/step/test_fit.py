@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from memfine_fx.memory.liveness import Allocation, GraphMemory, Workspace
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.step.fit import fit
-from memfine_fx.passes.step.partitioned import Partition
 from memfine_fx.plan.cost import DeviceRates
 
 
@@ -65,9 +65,13 @@ def joint_graph() -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def held_by(gm: fx.GraphModule, decision: str, lean: int, spared: int, full: int = 400) -> Partition:
+def partition_of(gm: fx.GraphModule, forward: GraphMemory, backward: GraphMemory, decision: str) -> GraphStep:
+    return GraphStep(forward=forward, backward=backward, decision=decision, modules=(gm, gm))
+
+
+def held_by(gm: fx.GraphModule, decision: str, lean: int, spared: int, full: int = 400) -> GraphStep:
     held = lean if decision.startswith("no costly result") else spared if decision.startswith("element") else full
-    return Partition(gm, gm, holding(held), holding(held), decision)
+    return partition_of(gm, holding(held), holding(held), decision)
 
 
 def test_what_code_holds_beyond_an_estimate_counts_for_its_like() -> None:
@@ -88,7 +92,7 @@ def test_what_code_holds_beyond_an_estimate_counts_for_its_like() -> None:
 def test_where_nothing_fits_the_smaller_partition_is_taken(lean: int, spared: int, chosen: str) -> None:
     decisions: list[str] = []
 
-    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+    def partition(gm: fx.GraphModule, decision: str = "") -> GraphStep:
         decisions.append(decision)
         return held_by(gm, decision, lean, spared)
 
@@ -107,10 +111,10 @@ def test_what_steps_without_a_budget_have_is_taken_before_more_is_computed_again
 ) -> None:
     decisions: list[str] = []
 
-    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+    def partition(gm: fx.GraphModule, decision: str = "") -> GraphStep:
         decisions.append(decision)
         held = 400 if decision.startswith("nothing costly") else 300 if decision.startswith("element") else 200
-        return Partition(gm, gm, holding(held), holding(held), decision)
+        return partition_of(gm, holding(held), holding(held), decision)
 
     assert fit(joint_graph(), 1, partition, Budget(available)).decision.startswith(chosen)
     assert len(decisions) == num_partitions
@@ -131,10 +135,10 @@ def test_elementwise_results_are_not_kept_where_new_memory_takes_longer(
     budget = Budget(10_000)
     budget.rates = replace(RATES, save_bytes=save_bytes)
 
-    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+    def partition(gm: fx.GraphModule, decision: str = "") -> GraphStep:
         is_full = decision.startswith("nothing")
         forward = GraphMemory((Allocation("kept", sympy.Integer(200 if is_full else saved), 0, None),), (), 1)
-        return Partition(gm, gm, forward, holding(1000 if is_full else 1100 + rewritten), decision)
+        return partition_of(gm, forward, holding(1000 if is_full else 1100 + rewritten), decision)
 
     found = fit(joint_graph(), 1, partition, budget)
 
@@ -149,10 +153,10 @@ def test_where_all_does_not_fit_new_memory_counts_too(save_bytes: float, chosen:
     budget = Budget(2_000)
     budget.rates = replace(RATES, save_bytes=save_bytes)
 
-    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+    def partition(gm: fx.GraphModule, decision: str = "") -> GraphStep:
         is_full, is_lean = decision.startswith("nothing"), decision.startswith("no costly")
         forward = GraphMemory((Allocation("kept", sympy.Integer(100 if is_lean else 300), 0, None),), (), 1)
-        return Partition(gm, gm, forward, holding(3000 if is_full else 1300 if is_lean else 1000), decision)
+        return partition_of(gm, forward, holding(3000 if is_full else 1300 if is_lean else 1000), decision)
 
     assert fit(joint_graph(), 1, partition, budget).decision.startswith(chosen)
 
@@ -169,9 +173,9 @@ def test_a_partition_that_holds_more_than_was_counted_is_chosen_again_with_less(
     joint = fx.GraphModule({}, graph)
     names, lean_size, made = [product.name for product in products], 100, []
 
-    def partition(gm: fx.GraphModule, decision: str = "") -> Partition:
+    def partition(gm: fx.GraphModule, decision: str = "") -> GraphStep:
         if not decision[0].isdigit() and not decision.startswith("no costly"):
-            return Partition(gm, gm, holding(5000), holding(5000), decision)
+            return partition_of(gm, holding(5000), holding(5000), decision)
         recomputed = [node.name for node in gm.graph.nodes if "recompute" in node.meta]
         saved = [name for name in names if name not in recomputed]
         made.append(len(saved))
@@ -179,8 +183,8 @@ def test_a_partition_that_holds_more_than_was_counted_is_chosen_again_with_less(
         backward = [replace(one, start=1 - one.start, stop=2 - one.start) for one in forward]
         beside = Allocation("more than counted", sympy.Integer(120 * len(saved)), 0, None)
         to_backward = [replace(one, stop=None) if one.name in saved else one for one in forward]
-        return Partition(
-            gm, gm, GraphMemory((*to_backward, beside), (), 2), GraphMemory(tuple(backward), (), 2), decision
+        return partition_of(
+            gm, GraphMemory((*to_backward, beside), (), 2), GraphMemory(tuple(backward), (), 2), decision
         )
 
     class Positions(Budget):

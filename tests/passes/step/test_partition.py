@@ -20,8 +20,9 @@ from torch.utils.checkpoint import (
 import memfine_fx
 from memfine_fx.compat.functorch import random_state_ops
 from memfine_fx.memory.liveness import CountedInputs
+from memfine_fx.memory.step import GraphStep
 from memfine_fx.passes.step import partition as partition_module
-from memfine_fx.passes.step.partition import Partition, StepPartitioner, counted_inputs, give_values
+from memfine_fx.passes.step.partition import StepPartitioner, counted_inputs, give_values
 from tests.helpers import HIDDEN, GatheredMoE, hidden_states
 
 Graphs = list[tuple[fx.GraphModule, fx.GraphModule]]
@@ -140,9 +141,9 @@ def test_two_partitioners_of_equal_options_share_compiled_code() -> None:
 def test_the_record_of_backward_holds_what_is_computed_again_whether_or_not_under_a_random_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen: list[Partition] = []
+    chosen: list[GraphStep] = []
 
-    def spy(*args: Any, **kwargs: Any) -> Partition:
+    def spy(*args: Any, **kwargs: Any) -> GraphStep:
         chosen.append(partition_of(*args, **kwargs))
         return chosen[-1]
 
@@ -151,8 +152,8 @@ def test_the_record_of_backward_holds_what_is_computed_again_whether_or_not_unde
     train(AttentionAndExperts(recomputing))
     (partition,) = chosen
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # up to torch 2.13 it may draw
-    (again,) = [node for node in partition.backward.graph.nodes if attention in (node.target, *node.args)]
-    held = {one.name: one.num_bytes for one in partition.backward_memory.allocations}
+    (again,) = [node for node in partition.modules[1].graph.nodes if attention in (node.target, *node.args)]
+    held = {one.name: one.num_bytes for one in partition.backward.allocations}
     attended, _ = sorted(again.users, key=lambda user: int(user.args[1]))
     assert held[attended.name] == hidden_states().nbytes
 

@@ -1,4 +1,4 @@
-"""A traced body, compiled at its first call or found in a cache, and what its code holds."""
+"""A traced function, compiled at its first call or found in a cache, and what its code holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import fx
 from memfine_fx.compat.functorch import CacheHit, compile_through_cache, run_boxed, store_record
 from memfine_fx.compat.inductor import (
     TRACING,
-    compile_body,
+    compile_function,
     compile_inner,
     identity_options,
     wrapper_of,
@@ -27,24 +27,24 @@ from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.machine import measurement_key
 from memfine_fx.memory.sizes import GROUPS, ROWS
 from memfine_fx.memory.wrapper_code import READER_FILES, read_wrapper
-from memfine_fx.passes.tracing import TracedBody
+from memfine_fx.passes.tracing import TracedFunction
 
-__all__ = ["CompiledBody", "making", "num_body_compilations", "outputs_of", "set_outputs"]
+__all__ = ["CompiledFunction", "making", "num_compilations", "outputs_of", "set_outputs"]
 
 making = threading.RLock()
-"""Held while a body is traced or compiled."""
+"""Held while a compiled function is traced or compiled."""
 _num_compilations = 0
 
 
-def num_body_compilations() -> int:
-    """How many bodies this process has compiled; grows with distinct bodies, not with layers."""
+def num_compilations() -> int:
+    """Return how many functions this process has compiled: it grows with distinct functions, not with layers."""
     return _num_compilations
 
 
 def outputs_of(graph_module: fx.GraphModule) -> list[fx.Node]:
     result: Any = next(iter(reversed(graph_module.graph.nodes))).args[0]
     nodes = list(result) if isinstance(result, (tuple, list)) else [result]
-    assert all(isinstance(node, fx.Node) for node in nodes), "a traced body returns tensors"
+    assert all(isinstance(node, fx.Node) for node in nodes), "a traced function returns tensors"
     return nodes
 
 
@@ -56,11 +56,13 @@ def set_outputs(graph_module: fx.GraphModule, results: list[fx.Node]) -> None:
     graph_module.recompile()
 
 
-def _peak(traced: TracedBody, inner: InnerBackend) -> sympy.Expr:
+def _peak(traced: TracedFunction, inner: InnerBackend) -> sympy.Expr:
     """Peak of one call in R (and G): the maximum over its program points, as one expression."""
     peaks = live_peaks(traced.graph_module.graph, is_fused=inner == "inductor")
     renamed = [peak.subs({traced.rows: ROWS, traced.groups: GROUPS}) for peak in peaks]
-    assert all(peak.free_symbols <= {ROWS, GROUPS} for peak in renamed), "a body's sizes are R, G and numbers"
+    assert all(peak.free_symbols <= {ROWS, GROUPS} for peak in renamed), (
+        "a compiled function's sizes are R, G and numbers"
+    )
     return sympy.Max(sympy.Integer(0), *_undominated(renamed))
 
 
@@ -69,7 +71,7 @@ def _of_up_to_all_rows(peak: sympy.Expr) -> sympy.Expr:
     return peak.replace(sympy.Equality, lambda rows, number: rows >= number)
 
 
-def _results(traced: TracedBody) -> sympy.Expr:
+def _results(traced: TracedFunction) -> sympy.Expr:
     """Bytes of what a call returns, in R (and G)."""
     total = sum((tensor_bytes(node) for node in set(outputs_of(traced.graph_module))), sympy.Integer(0))
     return sympy.expand(total).subs({traced.rows: ROWS, traced.groups: GROUPS})
@@ -92,7 +94,7 @@ def _undominated(peaks: list[sympy.Expr]) -> list[sympy.Expr]:
     ]
 
 
-def _device_of(traced: TracedBody) -> str:
+def _device_of(traced: TracedFunction) -> str:
     return next(
         str(fake_input.device.type) for fake_input in traced.fake_inputs if isinstance(fake_input, torch.Tensor)
     )
@@ -100,18 +102,18 @@ def _device_of(traced: TracedBody) -> str:
 
 @dataclass(frozen=True)
 class _Record:
-    """Record stored with a compiled body: the memory that its code holds, None where that could not be read."""
+    """Record stored with a compiled function: the memory that its code holds, None where that could not be read."""
 
     memory: GraphMemory | None
 
 
-class CompiledBody:
-    """A traced body, compiled at its first call; its results come as a sequence.
+class CompiledFunction:
+    """A traced function, compiled at its first call; its results come as a sequence.
 
     `peak_bytes` is an estimate from the graph, and read from the compiled code once that exists.
     """
 
-    def __init__(self, traced: TracedBody, inner: InnerBackend, note_read: Callable[[], None]) -> None:
+    def __init__(self, traced: TracedFunction, inner: InnerBackend, note_read: Callable[[], None]) -> None:
         set_outputs(traced.graph_module, outputs_of(traced.graph_module))
         self._traced = traced
         self._inner = inner
@@ -152,7 +154,7 @@ class CompiledBody:
         traced = self._traced
 
         def compiled() -> Callable[..., Sequence[torch.Tensor]]:
-            result: Callable[..., Sequence[torch.Tensor]] = compile_body(
+            result: Callable[..., Sequence[torch.Tensor]] = compile_function(
                 traced.graph_module,
                 traced.fake_mode,
                 list(traced.fake_inputs),

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from memfine_fx.memory.sizes import ROWS
-from memfine_fx.passes.lower.bodies import ExpertBodies
-from memfine_fx.passes.lower.compiled_body import num_body_compilations
-from memfine_fx.runtime.bodies import BackwardBody, Operand, PlainGrad, ProductGrad
+from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction
+from memfine_fx.passes.lower.compiled_function import num_compilations
+from memfine_fx.runtime.compiled_expert import CompiledBackward, Operand, Product
 from tests.helpers import (
     HIDDEN,
     NUM_EXPERTS,
     WIDTH,
-    bodies_of,
+    compiled_expert_of,
     expert_function,
     largest_error,
     mlp,
@@ -49,75 +49,79 @@ def call_arguments(num_rows: int = 7) -> list[Tensor]:
     return [torch.randn(num_rows, HIDDEN), torch.rand(num_rows), *(param[0] for param in mlp_params())]
 
 
-def targets(body: BackwardBody) -> list[str]:
+def targets(body: CompiledBackward) -> list[str]:
     return [str(node.target) for node in body.call.graph_module.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]  # uncompiled
 
 
-def gradients(bodies: ExpertBodies, wanted: tuple[bool, ...], grad: Tensor, args: list[Tensor]) -> list[Tensor | None]:
+def gradients(
+    compiled_expert: CompiledExpertFunction, wanted: tuple[bool, ...], grad: Tensor, args: list[Tensor]
+) -> list[Tensor | None]:
     """rows, weight, then parameters, products multiplied out."""
-    body = bodies.backward(wanted)
+    body = compiled_expert.backward(wanted)
     full = [grad, *args]
     results = body.call(*full)
     found: list[Tensor | None] = [None if at is None else results[at] for at in (body.rows_grad, body.weight_grad)]
     for how in body.param_grads:
-        if isinstance(how, ProductGrad):
+        if isinstance(how, Product):
             found.append(how.left.value(full, results) @ how.right.value(full, results))
         else:
-            found.append(None if how is None else results[how.index])
+            found.append(None if how is None else results[how])
     return found
 
 
 def test_equal_functions_on_equal_tensors_share_their_bodies() -> None:
-    first, second = bodies_of(mlp, mlp_params(), KINDS), bodies_of(mlp, mlp_params(), KINDS)
+    first, second = compiled_expert_of(mlp, mlp_params(), KINDS), compiled_expert_of(mlp, mlp_params(), KINDS)
     assert first is second
 
 
 def test_the_number_of_experts_is_not_part_of_a_body() -> None:
     more = [torch.cat([param, param]) for param in mlp_params()]
-    assert bodies_of(mlp, more, KINDS) is bodies_of(mlp, mlp_params(), KINDS)
+    assert compiled_expert_of(mlp, more, KINDS) is compiled_expert_of(mlp, mlp_params(), KINDS)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param(lambda: bodies_of(tanh_mlp, mlp_params(), KINDS), id="another function"),
-        pytest.param(lambda: bodies_of(mlp, mlp_params(torch.bfloat16), KINDS), id="another dtype"),
+        pytest.param(lambda: compiled_expert_of(tanh_mlp, mlp_params(), KINDS), id="another function"),
+        pytest.param(lambda: compiled_expert_of(mlp, mlp_params(torch.bfloat16), KINDS), id="another dtype"),
         pytest.param(
-            lambda: bodies_of(mlp, [p.transpose(1, 2).contiguous().transpose(1, 2) for p in mlp_params()], KINDS),
+            lambda: compiled_expert_of(
+                mlp, [p.transpose(1, 2).contiguous().transpose(1, 2) for p in mlp_params()], KINDS
+            ),
             id="other strides",
         ),
-        pytest.param(lambda: bodies_of(mlp, mlp_params(), KINDS, folds_weight=False), id="not folded"),
-        pytest.param(lambda: bodies_of(mlp, mlp_params(), ("shared", "expert")), id="another kind"),
+        pytest.param(lambda: compiled_expert_of(mlp, mlp_params(), KINDS, folds_weight=False), id="not folded"),
+        pytest.param(lambda: compiled_expert_of(mlp, mlp_params(), ("shared", "expert")), id="another kind"),
     ],
 )
-def test_bodies_that_differ_have_keys_that_differ(other: Callable[[], ExpertBodies]) -> None:
-    assert other().key != bodies_of(mlp, mlp_params(), KINDS).key
+def test_bodies_that_differ_have_keys_that_differ(other: Callable[[], CompiledExpertFunction]) -> None:
+    assert other().key != compiled_expert_of(mlp, mlp_params(), KINDS).key
 
 
 def test_compilations_grow_with_distinct_bodies_only() -> None:
     def distinct(rows: Tensor, weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return (torch.relu(rows @ up - 0.125) @ down) * weight.unsqueeze(1)
 
-    args, before = call_arguments(), num_body_compilations()
+    args, before = call_arguments(), num_compilations()
     for _ in range(3):
-        bodies = bodies_of(distinct, mlp_params(), KINDS)
+        compiled_expert = compiled_expert_of(distinct, mlp_params(), KINDS)
         for num_rows in (7, 1, 30):
             args = call_arguments(num_rows)
-            bodies.forward().call(*args)
-            bodies.backward(ALL).call(torch.randn(num_rows, HIDDEN), *args)
-    assert num_body_compilations() == before + 2
+            compiled_expert.forward()(*args)
+            compiled_expert.backward(ALL).call(torch.randn(num_rows, HIDDEN), *args)
+    assert num_compilations() == before + 2
 
 
 def test_a_body_that_is_never_called_is_never_compiled() -> None:
-    before = num_body_compilations()
-    bodies_of(mlp, mlp_params(), KINDS).backward((True, True, False, False))
-    assert num_body_compilations() == before
+    before = num_compilations()
+    compiled_expert_of(mlp, mlp_params(), KINDS).backward((True, True, False, False))
+    assert num_compilations() == before
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 7])
 def test_the_forward_is_the_function(num_rows: int) -> None:
     args = call_arguments(num_rows)
-    (got,) = bodies_of(mlp, mlp_params(), KINDS).forward().call(*args)
+    (got,) = compiled_expert_of(mlp, mlp_params(), KINDS).forward()(*args)
     assert largest_error(got, mlp(*args)) < 1e-5
 
 
@@ -130,21 +134,21 @@ def test_the_backward_has_the_gradients_of_autograd(
     args, grad = call_arguments(num_rows), torch.randn(num_rows, HIDDEN)
     leaves = [arg.clone().requires_grad_() for arg in args]
     expected = torch.autograd.grad(function(*leaves), leaves, grad, allow_unused=True)
-    bodies = bodies_of(function, mlp_params(), KINDS, folds_weight=folds_weight)
-    for got, truth, leaf in zip(gradients(bodies, ALL, grad, args), expected, leaves, strict=True):
+    compiled_expert = compiled_expert_of(function, mlp_params(), KINDS, folds_weight=folds_weight)
+    for got, truth, leaf in zip(gradients(compiled_expert, ALL, grad, args), expected, leaves, strict=True):
         assert got is not None
         assert largest_error(got, torch.zeros_like(leaf) if truth is None else truth) < 1e-5
 
 
 def test_weight_gradients_are_peeled_to_their_two_factors() -> None:
-    body = bodies_of(mlp, mlp_params(), KINDS).backward(ALL)
-    assert all(isinstance(how, ProductGrad) for how in body.param_grads)
+    body = compiled_expert_of(mlp, mlp_params(), KINDS).backward(ALL)
+    assert all(isinstance(how, Product) for how in body.param_grads)
     assert targets(body).count("aten.mm.default") == 3
 
 
 def test_a_factor_that_is_an_argument_is_not_returned() -> None:
-    up = bodies_of(mlp, mlp_params(), KINDS).backward(ALL).param_grads[0]
-    assert isinstance(up, ProductGrad)
+    up = compiled_expert_of(mlp, mlp_params(), KINDS).backward(ALL).param_grads[0]
+    assert isinstance(up, Product)
     assert up.left == Operand(is_argument=True, index=1, is_transposed=True)
 
 
@@ -152,21 +156,21 @@ def test_a_factor_that_is_an_argument_is_not_returned() -> None:
 def test_a_transposed_parameter_has_its_product_transposed(is_strided: bool) -> None:
     params = [param.transpose(1, 2) for param in mlp_params()]
     params = params if is_strided else [param.contiguous() for param in params]
-    bodies = bodies_of(linears, params, KINDS)
+    compiled_expert = compiled_expert_of(linears, params, KINDS)
     args = [torch.randn(7, HIDDEN), torch.rand(7), *(param[0] for param in params)]
     leaves = [arg.clone().requires_grad_() for arg in args]
     grad = torch.randn(7, HIDDEN)
     expected = torch.autograd.grad(linears(*leaves), leaves, grad)
-    got = gradients(bodies, ALL, grad, args)
-    assert all(isinstance(how, ProductGrad) for how in bodies.backward(ALL).param_grads)
+    got = gradients(compiled_expert, ALL, grad, args)
+    assert all(isinstance(how, Product) for how in compiled_expert.backward(ALL).param_grads)
     assert [one.shape for one in got if one is not None] == [leaf.shape for leaf in leaves]
     assert all(largest_error(one, truth) < 1e-5 for one, truth in zip(got, expected, strict=True) if one is not None)
 
 
 def test_a_gradient_that_is_no_product_is_returned_plain() -> None:
-    body = bodies_of(scaled, mlp_params(), KINDS).backward(ALL)
-    assert isinstance(body.param_grads[0], PlainGrad)
-    assert isinstance(body.param_grads[1], ProductGrad)
+    body = compiled_expert_of(scaled, mlp_params(), KINDS).backward(ALL)
+    assert isinstance(body.param_grads[0], int)
+    assert isinstance(body.param_grads[1], Product)
 
 
 @pytest.mark.parametrize(
@@ -180,53 +184,57 @@ def test_a_gradient_that_is_no_product_is_returned_plain() -> None:
     ],
 )
 def test_frozen_inputs_cost_no_matmul(wanted: tuple[bool, ...], num_matmuls: int) -> None:
-    body = bodies_of(mlp, mlp_params(), KINDS).backward(wanted)
+    body = compiled_expert_of(mlp, mlp_params(), KINDS).backward(wanted)
     assert (body.rows_grad is not None, body.weight_grad is not None) == wanted[:2]
     assert tuple(how is not None for how in body.param_grads) == wanted[2:]
     assert targets(body).count("aten.mm.default") == num_matmuls
 
 
 def test_folding_drops_the_last_projection_from_the_backward() -> None:
-    folded = bodies_of(mlp, mlp_params(), KINDS)
-    plain = bodies_of(mlp, mlp_params(), KINDS, folds_weight=False)
+    folded = compiled_expert_of(mlp, mlp_params(), KINDS)
+    plain = compiled_expert_of(mlp, mlp_params(), KINDS, folds_weight=False)
     assert (folded.is_folded, plain.is_folded) == (True, False)
-    matmuls = [targets(bodies.backward(ALL)).count("aten.mm.default") for bodies in (folded, plain)]
+    matmuls = [targets(compiled_expert.backward(ALL)).count("aten.mm.default") for compiled_expert in (folded, plain)]
     assert matmuls == [3, 4]
 
 
 def test_the_forward_peak_is_in_rows() -> None:
-    peak = bodies_of(tanh_mlp, mlp_params(), KINDS, folds_weight=False).forward().peak_bytes
+    peak = compiled_expert_of(tanh_mlp, mlp_params(), KINDS, folds_weight=False).forward().peak_bytes
     assert sympy.simplify(peak - 4 * ROWS * 2 * WIDTH) == 0
 
 
 def test_a_body_says_what_it_returns() -> None:
-    bodies = bodies_of(mlp, mlp_params(torch.bfloat16), KINDS)
-    assert (bodies.out_width, bodies.contribution_dtype, bodies.has_weight) == (HIDDEN, torch.bfloat16, True)
+    compiled_expert = compiled_expert_of(mlp, mlp_params(torch.bfloat16), KINDS)
+    assert (compiled_expert.out_width, compiled_expert.contribution_dtype, compiled_expert.has_weight) == (
+        HIDDEN,
+        torch.bfloat16,
+        True,
+    )
     assert mlp_params()[0].shape[0] == NUM_EXPERTS
 
 
-def inductor_bodies(function: Callable[..., Tensor]) -> ExpertBodies:
+def inductor_expert(function: Callable[..., Tensor]) -> CompiledExpertFunction:
     """Made anew, which no other test has compiled."""
     params = mlp_params()
     specs = specs_for(params, KINDS, has_weight=True, hidden=HIDDEN, dtype=params[0].dtype)
     expert_fn = expert_function(function, has_weight=True, kinds=KINDS)
-    return ExpertBodies("anew", expert_fn, tuple(specs), True, False, "inductor")
+    return CompiledExpertFunction("anew", expert_fn, tuple(specs), True, False, "inductor")
 
 
 def test_what_bodies_would_hold_is_read_without_building_any() -> None:
-    bodies, before = inductor_bodies(tanh_mlp), num_body_compilations()
-    backward = bodies.backward(ALL)
-    bodies.read_code()
-    assert bodies.revision == 1
-    assert num_body_compilations() == before
+    compiled_expert, before = inductor_expert(tanh_mlp), num_compilations()
+    backward = compiled_expert.backward(ALL)
+    compiled_expert.read_code()
+    assert compiled_expert.revision == 1
+    assert num_compilations() == before
     assert backward.peak_bytes.free_symbols == {ROWS}
-    bodies.read_code()
-    assert bodies.revision == 1, "what was read once is not read again"
+    compiled_expert.read_code()
+    assert compiled_expert.revision == 1, "what was read once is not read again"
 
 
 @pytest.mark.slow
 def test_what_is_read_without_building_is_what_the_compiled_body_holds() -> None:
-    read, compiled = (inductor_bodies(mlp) for _ in range(2))
+    read, compiled = (inductor_expert(mlp) for _ in range(2))
     read.backward(ALL)
     read.read_code()
     for _ in range(2):  # the second time from caches on disk
@@ -234,4 +242,4 @@ def test_what_is_read_without_building_is_what_the_compiled_body_holds() -> None
         backward.call(torch.randn(7, HIDDEN), *call_arguments())
         assert compiled.revision == 1
         assert backward.peak_bytes == read.backward(ALL).peak_bytes
-        compiled = inductor_bodies(mlp)
+        compiled = inductor_expert(mlp)

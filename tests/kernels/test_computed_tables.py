@@ -132,13 +132,13 @@ class TestRefused:
         from memfine_fx.kernels.tables import Tables, TileTable
 
         how, (packed, scales), _ = in_four_bits((32, 64))
-        with pytest.raises(ValueError, match="a table is made of 2 contiguous tensors of its experts"):
+        with pytest.raises(ValueError, match="a table is computed from 2 contiguous tensors of its experts"):
             TileTable.of(how, [packed, scales[:, ::2]])
-        with pytest.raises(ValueError, match="a table is made of 2 contiguous tensors of its experts"):
+        with pytest.raises(ValueError, match="a table is computed from 2 contiguous tensors of its experts"):
             TileTable.of(how, [packed, scales[1:]])
         with pytest.raises(ValueError, match="does not have 3 parameters"):
             Tables.of([packed, scales, packed], "halves", sources=(how, how))
-        with pytest.raises(ValueError, match=r"down \[5, 32, 64\] made by tiles does not take back"):
+        with pytest.raises(ValueError, match=r"down \[5, 32, 64\] computed by tiles does not take back"):
             Tables.of([packed, scales] * 2, "halves", sources=(how, how))
 
 
@@ -146,7 +146,7 @@ class TestRefused:
 def test_functions_of_a_kernel_have_names_of_their_own(layout: str) -> None:
     """Triton compiles one function for each name, and calls it in place of all others."""
     pytest.importorskip("triton")
-    from memfine_fx.kernels.made import loader_of
+    from memfine_fx.kernels.computed_tables import loader_of
     from memfine_fx.kernels.tables import Tables
 
     made = [in_four_bits(shape) for shape in shapes_of(layout)]

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from memfine_fx.capture.adapters import hint_for_adapters
-from memfine_fx.capture.buckets import hint_for_cut_graphs
 from memfine_fx.capture.output_recorders import hint_for_recording
 from memfine_fx.capture.quantized import hint_for_packed_layers
+from memfine_fx.capture.ranks import hint_for_cut_graphs
 from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
@@ -25,9 +25,9 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
 from memfine_fx.errors import Reason
 from memfine_fx.passes.pass_list import PassObserver, observed_by
-from memfine_fx.report.summary import by_reason
+from memfine_fx.report.reports import by_reason
 
-__all__ = ["dump_graph", "observed_passes", "silenced", "tell_found", "warn_without_regions"]
+__all__ = ["dump_graph", "log_regions", "observed_passes", "silenced", "warn_without_regions"]
 
 _numbers = itertools.count(1)  # of dumps, in the order in which they were written
 passes_log = logging.getLogger("memfine_fx.passes")
@@ -103,7 +103,7 @@ def observed_passes(session: Session) -> Iterator[None]:
         yield
 
 
-def tell_found(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
+def log_regions(graph_module: fx.GraphModule, session: Session, record: CapturedGraph) -> None:
     """Write the regions and refusals of a graph to the log and to TORCH_TRACE."""
     number = len(session.graphs)
     lines = [f"graph {number}: {outcome_report(outcome)}" for outcome in record.outcomes]

@@ -1,6 +1,6 @@
 """Tables that are computed tile by tile: the hook by which a kernel computes the numbers that it multiplies.
 
-A source is Triton text of `made(parts, expert, row, column, is_entry)` (`tables.TileSource`; `packed` has some):
+A source is Triton text of `entries(parts, expert, row, column, is_entry)` (`tables.TileSource`; `packed` has some):
 entries of an expert's matrix, in fp32, at rows and columns that broadcast to each other. It may read `parts`, pointers
 of tensors with experts in front, and is called where kernels else load a tile of a table; the result is cast to the
 rows' dtype, as the table would have been. No table is written, forward or backward, and none has a gradient.
@@ -74,7 +74,7 @@ def _loader(source: str, firsts: tuple[int, int], steps: tuple[int, int], is_tur
 
 @triton.jit
 def load(parts, expert, columns, places, is_entry):
-    return made(parts, expert, {row}, {column}, is_entry)
+    return entries(parts, expert, {row}, {column}, is_entry)
 """
     return functions_of(source + view)["load"]
 

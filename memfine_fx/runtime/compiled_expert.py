@@ -16,21 +16,18 @@ import torch
 from memfine_fx.records import ParamKind, SavePolicy
 
 __all__ = [
-    "BackwardBody",
-    "Bodies",
-    "ForwardBody",
-    "GivenProduct",
+    "Compiled",
+    "CompiledBackward",
+    "CompiledExpert",
     "Operand",
-    "ParamGrad",
-    "PlainGrad",
-    "ProductGrad",
+    "Product",
     "SavedTensor",
-    "SavingBodies",
+    "SavingFunctions",
 ]
 
 
 class Compiled(Protocol):
-    """A body as a function.
+    """A compiled function as a function.
 
     Args:
         peak_bytes: live bytes of one call beyond its arguments, in the symbols R and G.
@@ -45,7 +42,7 @@ class Compiled(Protocol):
 
 @dataclass(frozen=True)
 class Operand:
-    """A factor of a weight gradient: an argument or a result of the backward body, maybe transposed."""
+    """A factor of a weight gradient: an argument or a result of the backward function, maybe transposed."""
 
     is_argument: bool
     index: int
@@ -57,22 +54,15 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class ProductGrad:
-    """Gradient left @ right; the loop multiplies straight into the gradient's slice."""
-
-    left: Operand
-    right: Operand
-
-
-@dataclass(frozen=True)
-class GivenProduct:
-    """left @ right of a body's arguments, and what is added to it; the loop multiplies straight into what is saved."""
+class Product:
+    """left @ right, and what is added to it; the loop multiplies straight into where the result stays."""
 
     left: Operand
     right: Operand
     added: Operand | None = None
 
     def into(self, place: torch.Tensor, arguments: Sequence[torch.Tensor]) -> None:
+        """Multiply operands that are all arguments of the function."""
         left, right = self.left.value(arguments, ()), self.right.value(arguments, ())
         if self.added is None:
             torch.mm(left, right, out=place)
@@ -81,18 +71,19 @@ class GivenProduct:
 
 
 @dataclass(frozen=True)
-class PlainGrad:
-    """Gradient that the body returns as a tensor."""
+class CompiledBackward:
+    """(grad [R,H_out], rows, weight if any, *params) -> gradients; see `param_grads` for the parameters.
 
-    index: int
+    Args:
+        rows_grad, weight_grad: where those gradients stand among the results, or None if not wanted.
+        param_grads: one per parameter: a product, or where the gradient stands among the results; None where not
+            wanted.
+    """
 
-
-ParamGrad = ProductGrad | PlainGrad
-
-
-@dataclass(frozen=True)
-class _Body:
     call: Compiled
+    rows_grad: int | None
+    weight_grad: int | None
+    param_grads: tuple[Product | int | None, ...]
 
     @property
     def peak_bytes(self) -> sympy.Expr:
@@ -104,27 +95,8 @@ class _Body:
 
 
 @dataclass(frozen=True)
-class ForwardBody(_Body):
-    """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
-
-
-@dataclass(frozen=True)
-class BackwardBody(_Body):
-    """(grad [R,H_out], rows, weight if any, *params) -> gradients; see `param_grads` for the parameters.
-
-    Args:
-        rows_grad, weight_grad: where those gradients stand among the results, or None if not wanted.
-        param_grads: one per parameter, None where not wanted.
-    """
-
-    rows_grad: int | None
-    weight_grad: int | None
-    param_grads: tuple[ParamGrad | None, ...]
-
-
-@dataclass(frozen=True)
 class SavedTensor:
-    """A tensor [R, *shape] of a body that forward saves for backward, one row for each routed row."""
+    """A tensor [R, *shape] of a compiled function that forward saves for backward, one row for each routed row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -135,7 +107,7 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class SavingBodies:
+class SavingFunctions:
     """A forward and a backward whose backward takes the saved tensors after its other arguments.
 
     The forward takes those of the saved tensors whose entry in `given` is not None after its other arguments, and
@@ -148,11 +120,11 @@ class SavingBodies:
         given: for each of `saved` the product that it is, where the loop can compute it in place; else None.
     """
 
-    forward: ForwardBody
-    backward: BackwardBody
+    forward: Compiled
+    backward: CompiledBackward
     saved: tuple[SavedTensor, ...]
     flops_per_row: int
-    given: tuple[GivenProduct | None, ...] = ()
+    given: tuple[Product | None, ...] = ()
 
     @property
     def row_bytes(self) -> int:
@@ -160,11 +132,11 @@ class SavingBodies:
 
     @property
     def copied_row_bytes(self) -> int:
-        """Return the bytes of a saved row that the body computes elsewhere, so that they are written a second time."""
+        """Return the bytes of a saved row that the function computes elsewhere, which are written a second time."""
         return sum(tensor.row_bytes for tensor, product in zip(self.saved, self.given, strict=True) if product is None)
 
 
-class Bodies(Protocol):
+class CompiledExpert(Protocol):
     """One expert function, compiled at most once per direction and set of wanted gradients."""
 
     key: str
@@ -176,12 +148,14 @@ class Bodies(Protocol):
     num_factored: int
     """How many of its matmuls meet a low-rank term of their matrix factor by factor."""
 
-    def forward(self) -> ForwardBody: ...
+    def forward(self) -> Compiled:
+        """(rows [R,H], weight [R] if any, *params) -> [contribution [R,H_out]]."""
+        ...
 
-    def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
+    def backward(self, wanted: tuple[bool, ...]) -> CompiledBackward:
         """`wanted`: rows, weight (False if there is none), then each parameter."""
         ...
 
-    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
+    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingFunctions | None:
         """Return the pair that saves so much; None where there is nothing of that to save."""
         ...

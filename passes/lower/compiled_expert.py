@@ -1,17 +1,17 @@
-"""Bodies: the expert function's forward and backward as compiled functions over R rows.
+"""Compiled functions: the expert function's forward and backward as compiled functions over R rows.
 
 Steps:
 1. the forward is the expert function retraced with concrete parameter layouts and symbolic R (the routing
    weight folded in, if asked);
 2. the backward is its vjp (functorch), traced to ATen; what only the forward's result needs is dropped, so
    recomputation stops where backward no longer asks;
-3. the last matmul of a parameter's gradient is peeled off: the body returns its two factors, and the loop
+3. the last matmul of a parameter's gradient is peeled off: the function returns its two factors, and the loop
    multiplies straight into the gradient's slice (no temporary, no extra pass);
-4. Inductor compiles each once; equal bodies of different layers share everything.
+4. Inductor compiles each once; equal compiled functions of different layers share everything.
 
 Where the plan lets forward save rows for backward, both are cut out of their joint graph instead (`saved`).
 
-On CUDA in bf16 the body is lifted over the experts of a chunk (`lift`): one grouped matmul in place of a
+On CUDA in bf16 the function is lifted over the experts of a chunk (`lift`): one grouped matmul in place of a
 matmul per expert.
 """
 
@@ -29,47 +29,45 @@ from torch import fx
 from memfine_fx.config import InnerBackend
 from memfine_fx.kernels.matching import kernel_form
 from memfine_fx.kernels.tables import KernelForm
-from memfine_fx.passes.lower.compiled_body import CompiledBody, making, outputs_of, set_outputs
+from memfine_fx.passes.lower.compiled_function import CompiledFunction, making, outputs_of, set_outputs
 from memfine_fx.passes.lower.fold_weight import fold_weight
 from memfine_fx.passes.lower.lift import lift_over_experts
 from memfine_fx.passes.lower.low_rank import split_low_rank
 from memfine_fx.passes.lower.saved import cut_joint, matmul_flops_per_row, through_transposes
 from memfine_fx.passes.ops import RESHAPES, name_of
 from memfine_fx.passes.pass_list import is_disabled, run_pass
-from memfine_fx.passes.tracing import TensorSpec, TracedBody, trace_rows
+from memfine_fx.passes.tracing import TensorSpec, TracedFunction, trace_rows
 from memfine_fx.records import ExpertFunction, ParamKind, SavePolicy
-from memfine_fx.runtime.bodies import (
-    BackwardBody,
-    ForwardBody,
+from memfine_fx.runtime.compiled_expert import (
+    Compiled,
+    CompiledBackward,
     Operand,
-    ParamGrad,
-    PlainGrad,
-    ProductGrad,
-    SavingBodies,
+    Product,
+    SavingFunctions,
 )
 
-__all__ = ["ExpertBodies", "bodies_for"]
+__all__ = ["CompiledExpertFunction", "compiled_expert_for"]
 
 aten = torch.ops.aten
-_cache: dict[str, ExpertBodies] = {}
+_cache: dict[str, CompiledExpertFunction] = {}
 
 
-def bodies_for(
+def compiled_expert_for(
     expert_fn: ExpertFunction,
     specs: Sequence[TensorSpec],
     *,
     folds_weight: bool = True,
     takes_group: bool,
     inner: InnerBackend,
-) -> ExpertBodies:
-    """The bodies of an expert function on arguments of the given specs, from the cache if known.
+) -> CompiledExpertFunction:
+    """The compiled functions of an expert function on arguments of the given specs, from the cache if known.
 
     Args:
         expert_fn: the function.
         specs: rows, weight (if any), parameters of one expert.
         folds_weight: fold the routing weight before the last projection where possible.
         takes_group: lift over the experts of a chunk.
-        inner: compiler of the bodies.
+        inner: compiler of the compiled functions.
     """
     # All that compiled code depends on: layers with equal recipes share it, whatever their parameters are called.
     recipe = (
@@ -85,12 +83,12 @@ def bodies_for(
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
     with making:
         if key not in _cache:
-            _cache[key] = ExpertBodies(key, expert_fn, tuple(specs), folds_weight, takes_group, inner)
+            _cache[key] = CompiledExpertFunction(key, expert_fn, tuple(specs), folds_weight, takes_group, inner)
         return _cache[key]
 
 
-class ExpertBodies:
-    """See `memfine_fx.runtime.bodies.Bodies`; compiles on first use."""
+class CompiledExpertFunction:
+    """See `memfine_fx.runtime.compiled_expert.CompiledExpert`; compiles on first use."""
 
     def __init__(
         self,
@@ -117,11 +115,11 @@ class ExpertBodies:
         if takes_group:
             self._function, self._specs = lift_over_experts(self._function, specs, expert_fn)
         self._num_read = 0
-        self._made: list[CompiledBody] = []
-        self._joints: dict[tuple[bool, ...], TracedBody] = {}  # forward and vjp in one graph, cut for each choice
-        self._forward: ForwardBody | None = None
-        self._backward: dict[tuple[bool, ...], BackwardBody] = {}
-        self._saving: dict[tuple[SavePolicy, tuple[bool, ...]], SavingBodies | None] = {}
+        self._made: list[CompiledFunction] = []
+        self._joints: dict[tuple[bool, ...], TracedFunction] = {}  # forward and vjp in one graph, cut for each choice
+        self._forward: Compiled | None = None
+        self._backward: dict[tuple[bool, ...], CompiledBackward] = {}
+        self._saving: dict[tuple[SavePolicy, tuple[bool, ...]], SavingFunctions | None] = {}
 
     @functools.cached_property
     def kernel_form(self) -> KernelForm | None:
@@ -135,13 +133,13 @@ class ExpertBodies:
         has_more = form.has_bias or form.sources or form.adapters
         return None if has_more else replace(form, is_list=True)
 
-    def forward(self) -> ForwardBody:
+    def forward(self) -> Compiled:
         with making:
             if self._forward is None:
-                self._forward = ForwardBody(self._compiled(self._function))
+                self._forward = self._compiled(self._function)
             return self._forward
 
-    def backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
+    def backward(self, wanted: tuple[bool, ...]) -> CompiledBackward:
         with making:
             if wanted not in self._backward:
                 self._backward[wanted] = self._build_backward(wanted)
@@ -149,19 +147,21 @@ class ExpertBodies:
 
     @property
     def revision(self) -> int:
-        """How many of its bodies were read so far: it grows whenever their peaks change."""
+        """How many of its compiled functions were read so far: it grows whenever their peaks change."""
         return self._num_read
 
     def read_code(self) -> None:
-        """Know the peaks of all bodies that were made so far as if they had been compiled; nothing is built."""
+        """Know the peaks of all compiled functions that were made so far as if they had been compiled; nothing is
+        built.
+        """
         with making:
-            for body in self._made:
-                body.read_code()
+            for function in self._made:
+                function.read_code()
 
-    def _compiled(self, traced: TracedBody) -> CompiledBody:
-        body = CompiledBody(traced, self._inner, self._note_read)
-        self._made.append(body)
-        return body
+    def _compiled(self, traced: TracedFunction) -> CompiledFunction:
+        function = CompiledFunction(traced, self._inner, self._note_read)
+        self._made.append(function)
+        return function
 
     def _note_read(self) -> None:
         self._num_read += 1
@@ -175,30 +175,26 @@ class ExpertBodies:
         """The forward as ATen, for reports and dumps."""
         return self._function.graph_module
 
-    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
+    def saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingFunctions | None:
         with making:
             if (policy, wanted) not in self._saving:
                 self._saving[policy, wanted] = self._build_saving(policy, wanted)
             return self._saving[policy, wanted]
 
-    def _build_backward(self, wanted: tuple[bool, ...]) -> BackwardBody:
+    def _build_backward(self, wanted: tuple[bool, ...]) -> CompiledBackward:
         differentiated = self._differentiated(wanted)
         traced = trace_rows(_Vjp(self._function.graph_module, differentiated), self._backward_specs())
-        return self._backward_body(traced, differentiated)
+        return self._compiled_backward(traced, differentiated)
 
-    def _build_saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingBodies | None:
+    def _build_saving(self, policy: SavePolicy, wanted: tuple[bool, ...]) -> SavingFunctions | None:
         if policy == "received":
-            return SavingBodies(self.forward(), self.backward(wanted), (), 0)
+            return SavingFunctions(self.forward(), self.backward(wanted), (), 0)
         differentiated = self._differentiated(wanted)
         if wanted not in self._joints:
             function = _Vjp(self._function.graph_module, differentiated, returns_value=True)
             self._joints[wanted] = trace_rows(function, self._backward_specs())
-        cut = cut_joint(self._joints[wanted], policy)
-        if cut is None:
-            return None
-        forward = ForwardBody(self._compiled(cut.forward))
-        backward = self._backward_body(cut.backward, differentiated)
-        return SavingBodies(forward, backward, cut.saved, cut.flops_per_row, cut.given)
+        compiled_backward = functools.partial(self._compiled_backward, differentiated=differentiated)
+        return cut_joint(self._joints[wanted], policy, self._compiled, compiled_backward)
 
     def _differentiated(self, wanted: tuple[bool, ...]) -> tuple[int, ...]:
         """Which arguments of the function want their gradient."""
@@ -206,8 +202,8 @@ class ExpertBodies:
         flags = [wanted[0], *([wanted[1]] if self.has_weight else []), *wanted[2:]]
         return tuple(position for position, flag in enumerate(flags) if flag)
 
-    def _backward_body(self, traced: TracedBody, differentiated: tuple[int, ...]) -> BackwardBody:
-        """The body of a graph that returns the gradients of these arguments."""
+    def _compiled_backward(self, traced: TracedFunction, differentiated: tuple[int, ...]) -> CompiledBackward:
+        """The function of a graph that returns the gradients of these arguments."""
         num_lead = 2 if self.has_weight else 1
         gradients = dict(zip(differentiated, outputs_of(traced.graph_module), strict=True))
         results: list[fx.Node] = []
@@ -215,7 +211,7 @@ class ExpertBodies:
         weight_grad = _place(results, gradients.pop(1, None)) if self.has_weight else None
         param_grads = [_param_grad(results, gradients.get(num_lead + i)) for i in range(len(self.param_kinds))]
         set_outputs(traced.graph_module, results)
-        return BackwardBody(self._compiled(traced), rows_grad, weight_grad, tuple(param_grads))
+        return CompiledBackward(self._compiled(traced), rows_grad, weight_grad, tuple(param_grads))
 
     def _backward_specs(self) -> list[TensorSpec]:
         rows = self._specs[0]
@@ -244,7 +240,7 @@ class _Vjp:
         return (value, *pullback(grad)) if self.returns_value else tuple(pullback(grad))
 
 
-def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool) -> tuple[TracedBody, bool, int]:
+def _prepare(expert_fn: ExpertFunction, specs: Sequence[TensorSpec], folds: bool) -> tuple[TracedFunction, bool, int]:
     """The function as it is compiled; whether its weight was folded, and how many low-rank sums were taken apart."""
     traced = trace_rows(expert_fn.graph_module, specs)
     placeholders = [node for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
@@ -264,7 +260,7 @@ def _place(results: list[fx.Node], node: fx.Node | None) -> int | None:
     return results.index(node)
 
 
-def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad | None:
+def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> Product | int | None:
     """Peel the last matmul off a parameter's gradient."""
     if gradient is None:
         return None
@@ -273,12 +269,12 @@ def _param_grad(results: list[fx.Node], gradient: fx.Node | None) -> ParamGrad |
     if product.target is not aten.mm.default:
         index = _place(results, _unrounded(gradient))
         assert index is not None
-        return PlainGrad(index)
+        return index
     left, right = (_operand(results, argument) for argument in product.args[:2])
     # (A B)^T is B^T A^T.
     if is_transposed:
         left, right = _flip(right), _flip(left)
-    return ProductGrad(left, right)
+    return Product(left, right)
 
 
 def _unrounded(gradient: fx.Node) -> fx.Node:
