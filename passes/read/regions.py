@@ -33,7 +33,7 @@ from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
 from memfine_fx.passes.read.seeds import frames_of, is_router, masked, reframed, seeds_of
-from memfine_fx.passes.read.sinking import behind_views
+from memfine_fx.passes.read.sinking import behind_views, is_parameter_view
 from memfine_fx.passes.read.slots import SlotReader
 from memfine_fx.passes.read.tables import move_tables
 from memfine_fx.passes.read.unmatched import (
@@ -242,6 +242,9 @@ def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> tuple[MoERegion
     try:
         last_result = reader.read_slots(reached, later)
         if last_result is None or not _is_combined(last_result[0], reached):
+            random = [refusal for refusal in reader.refusals if refusal.reason is Reason.RANDOM_NUMBERS]
+            if random:
+                raise random[0]
             return None  # a layer for each part of any tensor looks the same
         region = check_removable(region_of_slots(reader, *last_result), body.flow, body.modes)
         return region, first_matmul(region.cut, reader)
@@ -259,9 +262,17 @@ def _is_combined(results: fx.Node, reached: set[fx.Node]) -> bool:
             is_picked = base_name_of(user) in _PICKS and any(map(is_int_tensor, others))
             if is_picked or (base_name_of(user) in MATMULS | {"mul"} and others):
                 return True
-            if name_of(user) in LAYOUTS | CASTS | {"mul", "cat", "pad"}:
+            if name_of(user) in LAYOUTS | CASTS | {"mul", "cat", "pad"} or _is_bias_or_dropout(user, node):
                 pending.append(user)
     return False
+
+
+def _is_bias_or_dropout(user: fx.Node, results: fx.Node) -> bool:
+    """Whether a call drops entries of results, or adds parameters, which weights or a mask may scale."""
+    added = [behind_views(source) for source in user.all_input_nodes if source is not results]
+    factors = [[source, *(source.all_input_nodes if base_name_of(source) == "mul" else ())] for source in added]
+    are_biases = bool(added) and all(any(map(is_parameter_view, parts)) for parts in factors)
+    return "dropout" in name_of(user) or (base_name_of(user) == "add" and are_biases)
 
 
 _PICKS = LOOKUPS | {"index_add", "scatter_add"}
