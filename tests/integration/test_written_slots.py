@@ -78,7 +78,7 @@ def test_a_bias_of_slots_that_no_mask_empties_reaches_who_reads_all_slots(tmp_pa
     [
         ("y = torch.bmm(self.drop(F.silu(torch.bmm(xs, self.up))), self.down)", "random numbers are drawn inside"),
         (f"y = {BMM} + x.mean()", "dispatch by mask or one-hot"),
-        (f"y = torch.bmm(torch.bmm(xs, self.up).softmax(1), self.down)", "dispatch by mask or one-hot"),
+        ("y = torch.bmm(torch.bmm(xs, self.up).softmax(1), self.down)", "dispatch by mask or one-hot"),
     ],
 )
 def test_what_is_not_proved_of_slots_runs_as_written(experts: str, reason: str, tmp_path: Path) -> None:
