@@ -27,6 +27,7 @@ class Diagnostics:
     Args:
         notes: what was changed on the model or in Dynamo to capture it, for the report.
         hint: what to do about packed layers that keep experts out of the graphs, for the warning and the report.
+        graph_breaks: where and why graphs broke in calls in which nothing was chunked, "reason at file:line".
         refused_in_attempts: why layers were not chunked in attempts under Dynamo flags, before these were given up.
         stage_seconds: wall time spent in each stage of the pipeline ("read", "check", "plan", ...).
         has_warned: whether the session has warned that nothing was chunked.
@@ -35,6 +36,7 @@ class Diagnostics:
 
     notes: list[str] = field(default_factory=list)
     hint: str = ""
+    graph_breaks: list[str] = field(default_factory=list)
     refused_in_attempts: list[Refusal] = field(default_factory=list)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     has_warned: bool = False

@@ -44,7 +44,7 @@ def check_leftover_shapes(
     for cut in cuts:
         if not swallowed.issuperset(cut.nodes):
             raise cut.refusal
-    _check_rewritten(body.graph, swallowed)
+    _check_rewritten(body.graph, swallowed, [outcome for outcome in outcomes if isinstance(outcome, Refusal)])
     for node in body.graph.nodes:
         may_raise = GUARDED in node.meta and not is_total(node)
         is_left = may_raise or (not has_loop and has_unbacked_shape(node))
@@ -57,13 +57,15 @@ def check_leftover_shapes(
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
 
 
-def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node]) -> None:
+def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node], refusals: Sequence[Refusal]) -> None:
     """Refuse rewritten loops of a module in which nothing is chunked: nobody compares them with the code as written."""
     chunked = {node.meta[GUARDED][1] for node in swallowed if GUARDED in node.meta}
     for node in graph.nodes:
         where, module = node.meta.get(GUARDED, ("", ""))
         if where and module not in chunked:
-            raise GuardRefused("its experts are in no chunked layer", where, module)
+            reasons = [refusal.details for refusal in refusals if refusal.where.module.startswith(module)]
+            details = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+            raise GuardRefused(f"its experts are in no chunked layer{details}", where, module)
 
 
 def as_told_by_attempts(

@@ -45,6 +45,7 @@ from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
 from memfine_fx.capture.structure import FoundAgain, may_hold_experts
+from memfine_fx.compat.breaks import graph_breaks, graph_breaks_since
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
 from memfine_fx.compat.settings import RECOMPILE_LIMIT, ignoring_debug_logging
@@ -170,13 +171,15 @@ class OptimizedCall:
 
     def _run(self, place: int, *args: Any, **kwargs: Any) -> Any:
         compiled = self._compiled or self.prepare()
-        result = compiled(place, *args, **kwargs)
-        self.has_run = True
         session = self.session
         assert session is not None
+        breaks = None if session.diagnostics.has_warned or session.has_chunked else graph_breaks()
+        result = compiled(place, *args, **kwargs)
+        self.has_run = True
         if not session.diagnostics.has_warned and not session.has_chunked:
             from memfine_fx.compiler.telling import warn_without_regions
 
+            session.diagnostics.graph_breaks += [] if breaks is None else graph_breaks_since(breaks)
             warn_without_regions(session)
         return result
 

@@ -26,7 +26,15 @@ from memfine_fx.report.reports import Report
 from memfine_fx.report.summary import first_step_line, unchunked_layers
 from memfine_fx.runtime.store import lookup
 
-__all__ = ["head_report", "largest_chunk", "log_first_step", "outcome_report", "report_of", "verify_report_of"]
+__all__ = [
+    "first_break",
+    "head_report",
+    "largest_chunk",
+    "log_first_step",
+    "outcome_report",
+    "report_of",
+    "verify_report_of",
+]
 
 
 def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run: bool = True) -> Report:
@@ -44,11 +52,10 @@ def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run:
     step = _step_report(session)
     foreseen = [] if step is None else [Prediction(None, step.peak.num_bytes)]
     timeline = None if measured is None else timeline_of(measured, _names_of_regions(session), foreseen)
-    notes = (
-        (*session.diagnostics.notes, session.diagnostics.hint.removeprefix("; "))
-        if session.diagnostics.hint and not session.has_chunked
-        else tuple(session.diagnostics.notes)
-    )
+    notes = list(session.diagnostics.notes)
+    if session.diagnostics.hint and not session.has_chunked:
+        notes.append(session.diagnostics.hint.removeprefix("; "))
+    notes += [f"a graph breaks: {text}" for text in (first_break(session, regions),) if text]
     return Report(
         regions,
         len(session.graphs),
@@ -56,12 +63,25 @@ def report_of(session: Session, measured: MemoryTrace | None = None, *, has_run:
         measured_bytes,
         timeline,
         step,
-        notes,
+        tuple(notes),
         tuple(map(head_report, _latest_heads(session))),
         has_run or len(session.graphs) > 0,
         session.diagnostics.stage_seconds.get("compare", 0.0),
         dict(session.diagnostics.stage_seconds),
     )
+
+
+def first_break(session: Session, regions: Collection[RegionReport]) -> str:
+    """Return where and why a graph broke; "" where something is chunked, or where no break is at fault.
+
+    Of several breaks it is the first in the file of a router whose choices leave a graph, else the first.
+    """
+    breaks = session.diagnostics.graph_breaks
+    cut = [region for region in regions if region.refused_for == Reason.GRAPH_BREAK.name]
+    if session.has_chunked or not breaks or (regions and not cut):
+        return ""
+    files = {region.where.source.rpartition(":")[0] for region in cut}
+    return next((text for text in breaks if any(f" at {file}:" in text for file in files)), breaks[0])
 
 
 def _step_report(session: Session) -> StepReport | None:

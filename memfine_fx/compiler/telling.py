@@ -20,7 +20,7 @@ from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiler.captured_graph import CapturedGraph
-from memfine_fx.compiler.reporting import head_report, outcome_report, report_of
+from memfine_fx.compiler.reporting import first_break, head_report, outcome_report, report_of
 from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
 from memfine_fx.passes.pass_list import PassObserver, observed_by
@@ -53,6 +53,8 @@ def warn_without_regions(session: Session) -> None:
         return
     summary = "no experts to chunk, only the head" if has_head else "nothing to chunk"
     reasons = "; ".join(str(region) for region in report.regions) or "no routing decision was found"
+    where = first_break(session, report.regions)
+    reasons += f"; a graph breaks: {where}" if where else ""
     packed = session.diagnostics.hint if model is None else hint_for_packed_layers(model)
     reasons += hint_for_cut_graphs() + recording + hint_for_adapters(model) + packed
     warnings.warn(

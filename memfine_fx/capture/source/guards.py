@@ -121,6 +121,10 @@ def _guard(test: ast.expr, body: list[ast.stmt], *, is_skipped: bool) -> Guard |
                 if type(getattr(number, "value", None)) is int and _is_measure(measure):
                     return Guard(_unwrapped(measure), name, number.value, is_skipped, body)  # type: ignore[attr-defined]
             return None
+        case ast.Compare(left, [ast.In()], [right]):
+            return Guard(helper_call("contains", [right, left]), "true", 0, is_skipped, body)
+        case ast.Compare(left, [ast.NotIn()], [right]):
+            return Guard(helper_call("contains", [right, left]), "true", 0, not is_skipped, body)
     return Guard(_unwrapped(test), "true", 0, is_skipped, body) if _is_measure(test) else None
 
 

@@ -122,7 +122,8 @@ class _Loop:
         if loop.orelse:
             return False
         has_changed = use_splits(self._function, loop, self._file)
-        loop.body = without_zero_terms(loop)
+        written, loop.body = loop.body, without_zero_terms(loop)
+        has_changed |= loop.body != written
         has_changed |= self._run_every_hit_expert(loop)
         has_changed |= self._run_every_named_expert(loop)
         has_changed |= self._keep_places_as_tensors(loop)
