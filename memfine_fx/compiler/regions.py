@@ -87,7 +87,9 @@ def plan_regions(
             cuts = refuse_guards(body)
         candidates = [] if is_disabled("regions") else read_regions(body, modes)
     at = modes_at(body.graph, modes)
-    outcomes = _disjoint([_checked_and_planned(candidate, at, session, record) for candidate in candidates])
+    outcomes = _separable(
+        body.graph, [_checked_and_planned(candidate, at, session, record) for candidate in candidates]
+    )
     region_ids = {outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)}
     outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
     for region_id in region_ids - {
@@ -166,19 +168,31 @@ def _check(region: MoERegion, bodies: ExpertBodies, modes: Modes, config: Config
     return check_gradients(region, single_bodies, modes)
 
 
-def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
-    """Regions that share nodes with an earlier one become refusals."""
+def _separable(graph: fx.Graph, outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
+    """Regions that share nodes with an earlier one become refusals, unless each has a result of its own of them.
+
+    Experts that run on all tokens once, for two routers, are two regions that each compute what their tokens chose.
+    """
     claimed: set[fx.Node] = set()
+    exits: set[fx.Node] = set()
+    flow: Dataflow | None = None
     result: list[LoweredRegion | Refusal] = []
     for outcome in outcomes:
-        nodes = set(outcome.region.cut.nodes) if isinstance(outcome, LoweredRegion) else set()
-        if isinstance(outcome, LoweredRegion) and nodes & claimed:
-            result.append(
-                Refusal(outcome.region.where, Reason.SHARED_DISPATCH, "it shares its dispatch with another region")
-            )
-        else:
-            claimed |= nodes
+        if not isinstance(outcome, LoweredRegion):
             result.append(outcome)
+            continue
+        nodes, region_exit = set(outcome.region.cut.nodes), outcome.region.cut.exit
+        shared = nodes & claimed
+        if shared:
+            flow = flow or Dataflow(graph)
+            is_written = any(node in flow.mutations or flow.is_written(node) for node in shared)
+            if is_written or region_exit in claimed or nodes & exits:
+                details = "it shares its dispatch with another region"
+                result.append(Refusal(outcome.region.where, Reason.SHARED_DISPATCH, details))
+                continue
+        claimed |= nodes
+        exits.add(region_exit)
+        result.append(outcome)
     return result
 
 
