@@ -33,6 +33,7 @@ from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.read.dropped import drop_unread_ids
 from memfine_fx.passes.read.guards import discharge_guards, refuse_guards
+from memfine_fx.passes.read.masked_ids import restore_masks
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
@@ -124,6 +125,7 @@ def _lower(found: BodyRegions, session: Session) -> None:
         found.body.graph.lint()
         found.body.recompile()
     drop_unread_ids(found.body)
+    restore_masks(found.body)
     restore_tables(found.body)
     if session.observer.lowers:
         refusals = [outcome for outcome in found.outcomes if isinstance(outcome, Refusal)]

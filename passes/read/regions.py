@@ -29,6 +29,7 @@ from memfine_fx.passes.read.equal import KnownRegion, repeated
 from memfine_fx.passes.read.expressions import RowsDiffer
 from memfine_fx.passes.read.extraction import NoExperts, first_matmul, region_of_rows, region_of_slots
 from memfine_fx.passes.read.frame import Frame
+from memfine_fx.passes.read.masked_ids import move_masks_into_ids
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
@@ -57,10 +58,12 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     """Regions of one graph, in graph order, and a refusal for each routing decision whose experts are not raised.
 
     Bodies of higher-order ops are graphs of their own: call this on each, with the modes in which it starts. The graph
-    is not changed, but for ids of masks and views of tables.
+    is not changed, but for ids of masks, masks in ids and views of tables.
     """
     nodes = graph_module.graph.nodes
     seeds = seeds_of(graph_module.graph)
+    if seeds:
+        move_masks_into_ids(graph_module.graph)
     chosen_by_input = [node for node in nodes if chooses_for_sequences(node)]
     if not seeds and not chosen_by_input and not any(map(makes_integers, nodes)):
         return []
