@@ -23,6 +23,9 @@ __all__ = ["move_masks_into_ids", "restore_masks"]
 
 _WRITTEN = "memfine_written_mask"
 """Key of a node's meta: the node that it stands for."""
+_MOVED = "memfine_moved_mask"
+"""Key of the meta of a node that another stands for."""
+_OWN = ("logical_and", "bitwise_and", "eq", "where")
 
 
 def move_masks_into_ids(graph: fx.Graph) -> None:
@@ -35,7 +38,7 @@ def move_masks_into_ids(graph: fx.Graph) -> None:
     groups: dict[object, list[fx.Node]] = {}
     for node in masks:
         split = parts[node]
-        if split is not None and not any(map(index.flow.is_written, (node, *split[:2]))):
+        if split is not None and not any(map(index.flow.is_written, (node, *node.all_input_nodes, *split[:2]))):
             ids, valid, _ = split
             groups.setdefault((ids, repr(index.key(valid))), []).append(node)
     for group in groups.values():
@@ -47,15 +50,23 @@ def move_masks_into_ids(graph: fx.Graph) -> None:
 def restore_masks(graph_module: fx.GraphModule) -> None:
     """Give masks that are left in a graph their written form back, and erase what nothing reads."""
     moved = [node for node in graph_module.graph.nodes if _WRITTEN in node.meta]
-    for node in reversed(moved):
-        written, masked = node.meta[_WRITTEN], node.args[0]
-        node.replace_all_uses_with(written)
-        graph_module.graph.erase_node(node)
-        for unread in (written, *written.all_input_nodes, masked):
-            if not unread.users and unread.op == "call_function":
-                graph_module.graph.erase_node(unread)
-    if moved:
+    for node in moved:
+        node.replace_all_uses_with(node.meta[_WRITTEN])
+    marked = [node for node in graph_module.graph.nodes if _MOVED in node.meta]
+    for node in reversed([*moved, *marked]):
+        _erase_unread(graph_module.graph, node)
+    if marked:
         graph_module.recompile()
+
+
+def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node that nothing reads, and of what it reads masks, comparisons and masked ids."""
+    if node.users or name_of(node) not in _OWN:
+        return
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        _erase_unread(graph, source)
 
 
 def _parts_of(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
@@ -84,6 +95,7 @@ def _move(group: list[fx.Node], parts: dict[fx.Node, Any], no_expert: int) -> No
             moved = _call(node, torch.eq, masked, parts[node][2])
         node.replace_all_uses_with(moved)
         moved.meta[_WRITTEN] = node
+        node.meta[_MOVED] = True
 
 
 def _is_all_ones(node: fx.Node) -> bool:
