@@ -10,6 +10,8 @@ The spelling says how an expert meets its tokens and how its results return:
              DeepSeek-MoE's training path (arXiv:2401.06066).
 - "guarded"  as "where", but experts without tokens are skipped with `continue`.
 - "hit"      as "one_hot", over the experts that have tokens alone (`for e in hit`).
+- "asked"    as "guarded", where the condition asks `(index == e).any()` and the places are searched afterwards.
+- "results"  as "flat", where experts without tokens run on none and add zero times their parameters: minimind.
 - "split"    tokens sorted by expert, split by `bincount(...).tolist()`, concatenated: DeepSeek's inference path.
 """
 
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from memfine_fx.models._experts import LayerConfig, ListedExperts, check_spelling_among, softmax_top_k
 
-LoopSpelling = Literal["where", "one_hot", "add", "any", "flat", "guarded", "hit", "split"]
+LoopSpelling = Literal["where", "one_hot", "add", "any", "flat", "guarded", "hit", "split", "asked", "results"]
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,24 @@ class LoopMoE(ListedExperts):
         parts = torch.split(tokens[token], counts)
         rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         return torch.zeros_like(tokens).index_add_(0, token, rows * weight.view(-1)[order].unsqueeze(-1))
+
+    def run_asked(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for expert_id, expert in enumerate(self.experts):
+            if not (index == expert_id).any():
+                continue
+            token, choice = torch.where(index == expert_id)
+            out.index_add_(0, token, expert(tokens[token]) * weight[token, choice, None])
+        return out
+
+    def run_results(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        flat = index.view(-1)
+        rows = tokens.repeat_interleave(self.top_k, dim=0)
+        out = torch.empty_like(rows)
+        for expert_id, expert in enumerate(self.experts):
+            result = expert(rows[flat == expert_id])
+            if result.shape[0] > 0:
+                out[flat == expert_id] = result
+            else:
+                out[flat == expert_id] = result + 0 * sum(parameter.sum() for parameter in expert.parameters())
+        return (out.view(*weight.shape, tokens.shape[-1]) * weight.unsqueeze(-1)).sum(dim=1)

@@ -7,6 +7,9 @@
 - "filled"    the same from counts, `out[start : start + count] = ...`.
 - "zeros"     experts without tokens add zero times their parameters, so that these get gradients.
 - "places"    the places of every expert first, then its results, then one `index_add` of all.
+- "valid"     the places of tokens that are no padding, `(index == e) & valid[:, None]`.
+- "chosen"    a loop over `torch.unique(index)`; the places of tokens, and of the expert among a token's choices by
+              `argmax` of the mask: teaching code.
 - "permuted"  rows permuted and split, results permuted back by `index_copy_`: Megatron's sequential experts.
 - "adapters"  every expert on every token, its gate a column of [B,S,E], added to what a dense layer made: mixtures of
               low-rank adapters.
@@ -23,7 +26,9 @@ from torch import Tensor, nn
 
 from memfine_fx.models._experts import LayerConfig, ListedExperts, check_spelling_among, init_scaled_normal
 
-PublishedSpelling = Literal["ends", "running", "written", "filled", "zeros", "places", "permuted", "adapters"]
+PublishedSpelling = Literal[
+    "ends", "running", "written", "filled", "zeros", "places", "permuted", "adapters", "valid", "chosen"
+]
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,27 @@ class PublishedMoE(ListedExperts):
             for expert_id, (token, choice) in enumerate(places)
         ]
         return torch.zeros_like(tokens).index_add(0, torch.cat([token for token, _ in places]), torch.cat(rows))
+
+    def run_valid(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        valid = tokens[:, 0] > -1.0
+        out = torch.zeros_like(tokens)
+        for expert_id, expert in enumerate(self.experts):
+            token, choice = torch.where((index == expert_id) & valid.unsqueeze(-1))
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(tokens[token]) * weight[token, choice, None])
+        return out
+
+    def run_chosen(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for name in torch.unique(index):
+            expert_id = int(name.item())
+            mask = index == expert_id
+            token = mask.any(dim=-1).nonzero().squeeze(-1)
+            choice = mask[token].int().argmax(dim=-1, keepdim=True)
+            share = torch.gather(weight.index_select(0, token), -1, choice)
+            out.index_add_(0, token, self.experts[expert_id](tokens.index_select(0, token)) * share)
+        return out
 
     def run_permuted(self, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         order = torch.argsort(index.view(-1), stable=True)

@@ -20,12 +20,16 @@ from memfine_fx.models._experts import check_routing, init_scaled_normal, upcast
 
 @dataclass(frozen=True)
 class SwitchConfig:
-    """Sizes of one layer; a capacity_factor of num_experts or more drops nothing."""
+    """Sizes of one layer; a capacity_factor of num_experts or more drops nothing.
+
+    With `has_biases` there are biases of slots bi [E, 1, F], bo [E, 1, H], and dropout of probability zero behind them.
+    """
 
     hidden: int = 64
     expert_width: int = 128
     num_experts: int = 8
     capacity_factor: float = 1.25
+    has_biases: bool = False
 
     def __post_init__(self) -> None:
         check_routing(self.num_experts, top_k=1)
@@ -46,6 +50,10 @@ class SwitchMoE(nn.Module):
         self.router = nn.Linear(config.hidden, config.num_experts, bias=False)
         self.wi = nn.Parameter(torch.empty(config.num_experts, config.hidden, config.expert_width))
         self.wo = nn.Parameter(torch.empty(config.num_experts, config.expert_width, config.hidden))
+        if config.has_biases:
+            self.bi = nn.Parameter(torch.empty(config.num_experts, 1, config.expert_width))
+            self.bo = nn.Parameter(torch.empty(config.num_experts, 1, config.hidden))
+            self.dropout = nn.Dropout(0.0)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -53,6 +61,9 @@ class SwitchMoE(nn.Module):
         init_scaled_normal(self.router.weight, self.config.hidden)
         init_scaled_normal(self.wi, self.config.hidden)
         init_scaled_normal(self.wo, self.config.expert_width)
+        if self.config.has_biases:
+            init_scaled_normal(self.bi, self.config.hidden)
+            init_scaled_normal(self.bo, self.config.expert_width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, S, H] or [T, H] -> the same shape."""
@@ -64,7 +75,9 @@ class SwitchMoE(nn.Module):
 
         rows = torch.einsum("tec,th->ech", dispatch, tokens)
         rows = torch.einsum("ech,ehf->ecf", rows, self.wi)
-        rows = torch.einsum("ecf,efh->ech", F.relu(rows), self.wo)
+        rows = F.relu(rows + self.bi if self.config.has_biases else rows)
+        rows = torch.einsum("ecf,efh->ech", rows, self.wo)
+        rows = self.dropout(rows + self.bo) if self.config.has_biases else rows
         return torch.einsum("tec,ech->th", combine, rows).view(hidden.shape)
 
     def _dispatch_mask(self, expert_index: Tensor) -> Tensor:

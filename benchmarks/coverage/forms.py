@@ -71,7 +71,7 @@ FORMS = (
     ),
     _form(
         "A loop over the experts that an index names runs every expert",
-        ("list of experts, named",),
+        ("list of experts, named", "list of experts, chosen"),
         """
         for e in index.unique():
             token, choice = torch.where(index == e)
@@ -83,6 +83,8 @@ FORMS = (
         (
             "longcat_flash",
             "expert loop, guarded",
+            "expert loop, asked",
+            "list of experts, valid",
             "list of experts, gates",
             "list of experts, lists",
             "list of experts, zeros",
@@ -99,7 +101,7 @@ FORMS = (
     ),
     _form(
         "Adding zeros for an expert without rows goes with its branch",
-        ("list of experts, zeros",),
+        ("list of experts, zeros", "expert loop, results"),
         """
         for e, expert in enumerate(self.experts):
             mask = index == e

@@ -80,6 +80,7 @@ SPELLINGS: dict[str, Build] = {
     },
     "scores on the input, bmm over all experts": _layer(models.Llama4MoE, models.Llama4Config),
     "one-hot dispatch with capacity": _layer(models.SwitchMoE, models.SwitchConfig),
+    "one-hot dispatch with capacity, biases": _layer(models.SwitchMoE, models.SwitchConfig, has_biases=True),
     "capacity buffer and bmm": _layer(models.CapacityMoE, models.CapacityConfig),
     "zero experts": _layer(models.ZeroExpertsMoE, models.ZeroExpertsConfig),
     **{

@@ -18,7 +18,6 @@ from memfine_fx.compat.settings import CAPTURE_FLAGS
 __all__ = [
     "GRAPH_BREAKS",
     "SEEN_BACKENDS",
-    "brief",
     "capturing_more",
     "check_mode_switches",
     "compile_failures",
@@ -89,31 +88,43 @@ def _seen_backends() -> dict[int, Any]:
 
 def num_frames() -> int:
     """Return how many frames Dynamo has begun to compile in this process."""
-    return int(_counters()["frames"]["total"]) if GRAPH_BREAKS.holds() else 0
+    return int(_utils().counters["frames"]["total"]) if GRAPH_BREAKS.holds() else 0
 
 
 def graph_breaks() -> Counter[str]:
-    """Return how often Dynamo broke a graph or gave up on a frame in this process, by its reason in full."""
-    return (
-        Counter(_counters()["unimplemented"]) + Counter(_counters()["graph_break"])
-        if GRAPH_BREAKS.holds()
-        else Counter()
-    )
+    """Return how often Dynamo broke a graph or gave up on a frame in this process, by "reason at file:line"."""
+    if not GRAPH_BREAKS.holds():
+        return Counter()
+    breaks: Counter[str] = Counter()
+    has_place = set()
+    for reason in _utils().graph_break_reasons:
+        has_place.add(reason.reason)
+        place = reason.user_stack[-1] if reason.user_stack else None
+        breaks[_brief(reason.reason) + (f" at {place.filename}:{place.lineno}" if place else "")] += 1
+    for kind in ("unimplemented", "graph_break"):
+        for text, count in _utils().counters[kind].items():
+            skipped = _SKIPPED.search(text)
+            if skipped is not None:  # such a frame has no graph, and is in no other list
+                breaks[f"{_brief(text)} in {skipped[1]} at {skipped[2]}:{skipped[3]}"] += count
+            elif text not in has_place:
+                breaks[_brief(text)] += count
+    return breaks
 
 
-def brief(reason: str) -> str:
+def _brief(reason: str) -> str:
     """Return what Dynamo's reason says in its first line, its explanation, and its hints that set an option."""
-    first, *lines = reason.partition("\n\n")[0].splitlines()
+    first, *lines = reason.strip().partition("\n\n")[0].splitlines()
     explanations = [line.partition("Explanation: ")[2] for line in lines if "Explanation: " in line]
     settings = [line.partition("Hint: ")[2] for line in lines if "Hint: " in line and _SETTING.search(line)]
     return " ".join([f"{first}:", *explanations, *settings]) if explanations or settings else first
 
 
 _SETTING = re.compile(r"torch\._dynamo\.config\.\w+ = ")
+_SKIPPED = re.compile(r"frame skipped: (\w+) \((.+) line (\d+)\)")
 
 
-def _counters() -> Any:
-    return importlib.import_module("torch._dynamo.utils").counters
+def _utils() -> Any:
+    return importlib.import_module("torch._dynamo.utils")
 
 
 def plain_compiler(inner_backend: str) -> Callable[..., Any]:
@@ -145,7 +156,7 @@ def _check_graph_breaks() -> None:
         torch._dynamo.graph_break(msg="asked by memfine_fx")
         return value
 
-    counters = _counters()
+    counters = _utils().counters
     before = counters["frames"]["total"]
     torch.compile(breaks, backend="eager")(torch.zeros(1))
     reasons = [
@@ -156,6 +167,8 @@ def _check_graph_breaks() -> None:
     ]
     for kind, key in reasons:
         del counters[kind][key]
+    listed = _utils().graph_break_reasons
+    listed[:] = [reason for reason in listed if "asked by memfine_fx" not in reason.reason]
     expect(bool(reasons) and counters["frames"]["total"] > before, "a graph break is not counted")
 
 

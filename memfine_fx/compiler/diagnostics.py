@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memfine_fx.compat.dynamo import brief, graph_breaks, num_frames
+from memfine_fx.compat.dynamo import graph_breaks, num_frames
 from memfine_fx.compat.settings import CAPTURE_FLAGS
 from memfine_fx.errors import Reason
 from memfine_fx.records import Refusal, Where
@@ -76,13 +76,8 @@ class Diagnostics:
             if self._num_known_frames != num_frames():
                 counted = graph_breaks()
                 # Attempts set these flags, and have refusals of their own.
-                new = [
-                    text
-                    for text in counted - self._known_breaks
-                    if not any(flag in text for flag in CAPTURE_FLAGS.values)
-                ]
-                reasons = map(brief, new)
-                self.graph_breaks = list(dict.fromkeys([*self.graph_breaks, *reasons]))
+                new = (text for text in counted - self._known_breaks if not any(map(text.count, CAPTURE_FLAGS.values)))
+                self.graph_breaks = list(dict.fromkeys([*self.graph_breaks, *new]))
                 self._known_breaks, self._num_known_frames = counted, num_frames()
 
     def note_loop(self, module: str, place: str, obstacle: str) -> None:

@@ -36,6 +36,7 @@ from memfine_fx.passes.modes import modes_at
 from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.read.dropped import drop_unread_ids
 from memfine_fx.passes.read.guards import GUARDED, OpenCut, discharge_guards, is_total, refuse_guards
+from memfine_fx.passes.read.masked_ids import restore_masks
 from memfine_fx.passes.read.regions import read_regions
 from memfine_fx.passes.read.tables import restore_tables
 from memfine_fx.passes.verify.gradient_check import check_gradients
@@ -78,7 +79,9 @@ def plan_regions(
             cuts = refuse_guards(body)
         candidates = [] if is_disabled("regions") else read_regions(body, modes)
     at = modes_at(body.graph, modes)
-    outcomes = _disjoint([_checked_and_planned(candidate, at, session, record) for candidate in candidates])
+    outcomes = _separable(
+        body.graph, [_checked_and_planned(candidate, at, session, record) for candidate in candidates]
+    )
     region_ids = {outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)}
     outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
     for region_id in region_ids - {
@@ -113,6 +116,7 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
         body.graph.lint()
         body.recompile()
     drop_unread_ids(body)
+    restore_masks(body)
     restore_tables(body)
     if session.observer.lowers:
         refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
@@ -161,19 +165,31 @@ def _check(region: MoERegion, compiled_expert: CompiledExpertFunction, modes: Mo
     return check_gradients(region, single_expert, modes)
 
 
-def _disjoint(outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
-    """Regions that share nodes with an earlier one become refusals."""
+def _separable(graph: fx.Graph, outcomes: list[LoweredRegion | Refusal]) -> list[LoweredRegion | Refusal]:
+    """Regions that share nodes with an earlier one become refusals, unless each has a result of its own of them.
+
+    Experts that run on all tokens once, for two routers, are two regions that each compute what their tokens chose.
+    """
     claimed: set[fx.Node] = set()
+    exits: set[fx.Node] = set()
+    flow: Dataflow | None = None
     result: list[LoweredRegion | Refusal] = []
     for outcome in outcomes:
-        nodes = set(outcome.region.cut.nodes) if isinstance(outcome, LoweredRegion) else set()
-        if isinstance(outcome, LoweredRegion) and nodes & claimed:
-            result.append(
-                Refusal(outcome.region.where, Reason.SHARED_DISPATCH, "it shares its dispatch with another region")
-            )
-        else:
-            claimed |= nodes
+        if not isinstance(outcome, LoweredRegion):
             result.append(outcome)
+            continue
+        nodes, region_exit = set(outcome.region.cut.nodes), outcome.region.cut.exit
+        shared = nodes & claimed
+        if shared:
+            flow = flow or Dataflow(graph)
+            is_written = any(node in flow.mutations or flow.is_written(node) for node in shared)
+            if is_written or region_exit in claimed or nodes & exits:
+                details = "it shares its dispatch with another region"
+                result.append(Refusal(outcome.region.where, Reason.SHARED_DISPATCH, details))
+                continue
+        claimed |= nodes
+        exits.add(region_exit)
+        result.append(outcome)
     return result
 
 
@@ -279,7 +295,7 @@ def check_leftover_shapes(
     for cut in cuts:
         if not swallowed.issuperset(cut.nodes):
             raise cut.refusal
-    _check_rewritten(body.graph, swallowed)
+    _check_rewritten(body.graph, swallowed, [outcome for outcome in outcomes if isinstance(outcome, Refusal)])
     for node in body.graph.nodes:
         may_raise = GUARDED in node.meta and not is_total(node)
         is_left = may_raise or (not has_loop and has_unbacked_shape(node))
@@ -292,13 +308,15 @@ def check_leftover_shapes(
             raise LeftoverShapes(f"{node} at {provenance(node)} has a data-dependent shape and is in no region{reason}")
 
 
-def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node]) -> None:
+def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node], refusals: Sequence[Refusal]) -> None:
     """Refuse rewritten loops of a module in which nothing is chunked: nobody compares them with the code as written."""
     chunked = {node.meta[GUARDED][1] for node in swallowed if GUARDED in node.meta}
     for node in graph.nodes:
         where, module = node.meta.get(GUARDED, ("", ""))
         if where and module not in chunked:
-            raise GuardRefused("its experts are in no chunked layer", where, module)
+            reasons = [refusal.details for refusal in refusals if refusal.where.module.startswith(module)]
+            details = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+            raise GuardRefused(f"its experts are in no chunked layer{details}", where, module)
 
 
 def with_reasons_of_attempts(

@@ -183,9 +183,10 @@ def _replace(flow: Dataflow, cut: Cut, result: fx.Node) -> None:
                 user.replace_input_with(target, result)
     cut.exit.replace_all_uses_with(result)
     _erase_assertions(cut)
-    # Last first, so that a node's readers inside are gone when its turn comes.
+    # Last first, so that a node's readers inside are gone when its turn comes; what another region shares may be too.
+    left = set(flow.graph.nodes)
     for node in reversed(cut.nodes):
-        if not node.users and (node is cut.exit or not _writes_for_survivors(flow, node)):
+        if node in left and not node.users and (node is cut.exit or not _writes_for_survivors(flow, node)):
             flow.graph.erase_node(node)
 
 

@@ -99,7 +99,7 @@ class GraphIndex:
         computes_same = is_pure(node) and not any(map(self.flow.is_written, (node, *node.all_input_nodes)))
         # Keys of operands are numbers: texts that hold the texts of their operands double with each operation.
         operands = repr(fx.map_arg((node.args, node.kwargs), self.key)) if computes_same else ""
-        call = (node.op, name_of(node), operands) if computes_same else node
+        call = (name_of(node), operands) if computes_same else node  # a method or a function: names are one for both
         return self._key_of.setdefault(call, _Key(len(self._key_of)))
 
 
@@ -117,7 +117,8 @@ class NoRows:
         """Numbers that are zero, and tensors that are zero everywhere."""
         self._sizes: set[Any] = set()
         self._absent_ids: list[tuple[fx.Node, int]] = []
-        self._absent_entries: list[tuple[fx.Node, int]] = []
+        self._absent_entries: list[tuple[fx.Node, int, int]] = []
+        """A tensor, a dimension and a place in it where the tensor holds zeros only."""
         self._index, self._nodes = index, nodes
         measure, name, number, skips_if, _ = enter.args
         needs_sign = _MEANS_ZERO.get((name, number, skips_if))  # type: ignore[arg-type]  # of a mark
@@ -204,22 +205,28 @@ class NoRows:
         elif name_of(maker) == "getitem" and is_mask(maker.args[1]):
             self._assume_zero(maker.args[1])  # type: ignore[arg-type]  # a node
 
-    def _assume_zero_entry(self, source: fx.Node, entry: int) -> None:
-        """Entry e of counts is zero, or of what says which experts were hit."""
+    def _assume_zero_entry(self, source: fx.Node, entry: int, dim: int = 0) -> None:
+        """At one place of a dimension, counts are zero, or what says which experts were hit."""
         name, inner = name_of(source), source.args[0] if source.args else None
         if not isinstance(inner, fx.Node) or self._index.flow.is_written(source) or self._index.flow.is_written(inner):
             return
-        if source.target is COUNT_ROWS or (name == "bincount" and _has_no_weights(source)):
+        is_count = source.target is COUNT_ROWS or (name == "bincount" and _has_no_weights(source))
+        if is_count or (name == "one_hot" and dim == _num_dims(source) - 1):
             ids = self._ids_behind(inner)
             if ids is not None:
                 self._absent_ids.append((ids, entry))
         elif name in ("gt", "ne") and source.args[1:] == (0,):
             if not (_is_above(name) and self.may_be_negative(inner)):
-                self._assume_zero_entry(inner, entry)
+                self._assume_zero_entry(inner, entry, dim)
         elif name in CASTS and _is_faithful(source, inner):
-            self._assume_zero_entry(inner, entry)
-        elif (name == "any" or (name == "sum" and not self.may_be_negative(inner))) and _keeps_first_dim(source, inner):
-            self._absent_entries.append((inner, entry))
+            self._assume_zero_entry(inner, entry, dim)
+        elif name == "permute":
+            self._assume_zero_entry(inner, entry, _permuted(source)[dim])
+        elif name in ("any", "count_nonzero") or (name in ("sum", "amax") and not self.may_be_negative(inner)):
+            inner_dim = _dim_before(source, inner, dim)
+            if inner_dim is not None and not source.kwargs.get("dtype"):
+                self._absent_entries.append((inner, entry, inner_dim))
+                self._assume_zero_entry(inner, entry, inner_dim)
 
     def _ids_behind(self, node: fx.Node) -> fx.Node | None:
         """The ids that are only laid out otherwise, or wider; None where something writes into them."""
@@ -269,8 +276,8 @@ class NoRows:
                 node.args[1] == expert and key(ids) == key(known) for known, expert in self._absent_ids
             )
         return name == "getitem" and any(
-            node.args[1] in (entry, slice(entry, entry + 1, None)) and key(source) == key(mask)
-            for mask, entry in self._absent_entries
+            _takes(node.args[1], entry, dim, _num_dims(source)) and key(source) == key(mask)
+            for mask, entry, dim in self._absent_entries
         )
 
     def _is_made_of_zeros(self, node: fx.Node) -> bool:
@@ -304,8 +311,7 @@ class NoRows:
         if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
             return False
         if isinstance(value, torch.SymInt) and name != "item":
-            maker = self._index.makers.get(value.node.expr) if value.node.expr.is_Symbol else None
-            return maker is None or (name_of(maker) == "item" and self.may_be_negative(maker))
+            return self._may_be_negative_size(value.node.expr)
         if name in _NOT_NEGATIVE:
             return False
         if scales_second(node):
@@ -315,6 +321,13 @@ class NoRows:
             numbers = [arg for arg in node.args if isinstance(arg, (int, float)) and name in ("mul", "add")]
             return not operands or any(map(self.may_be_negative, [*operands, *numbers]))
         return True
+
+    def _may_be_negative_size(self, expr: Any) -> bool:
+        """Whether a product of sizes and numbers may be negative: a count that is read from a tensor is no size."""
+        if expr.is_Symbol:
+            maker = self._index.makers.get(expr)
+            return maker is None or (name_of(maker) == "item" and self.may_be_negative(maker))
+        return any(map(self._may_be_negative_size, expr.args)) if expr.is_Mul else not expr.is_nonnegative
 
 
 def is_mask(node: object) -> bool:
@@ -362,11 +375,38 @@ def _symbols_of(node: fx.Node) -> list[Any]:
     return [symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols]
 
 
-def _keeps_first_dim(reduction: fx.Node, source: fx.Node) -> bool:
-    """Whether a reduction is over all dimensions but the first."""
-    tensor = node_value(source)
-    wanted = reduction.kwargs.get("dim", reduction.args[1] if len(reduction.args) > 1 else None)
-    dims = wanted if isinstance(wanted, (tuple, list)) else (wanted,)
-    if not isinstance(tensor, torch.Tensor) or not all(isinstance(dim, int) for dim in dims):
-        return False
-    return sorted(dim % tensor.ndim for dim in dims) == list(range(1, tensor.ndim))
+def _num_dims(node: fx.Node) -> int:
+    value = node_value(node)
+    return value.ndim if isinstance(value, torch.Tensor) else 0
+
+
+def _permuted(node: fx.Node) -> list[int]:
+    """Return the dimension of the operand that each dimension of a permutation's result is."""
+    first = node.args[1] if len(node.args) > 1 else node.kwargs["dims"]
+    dims: Any = first if isinstance(first, (tuple, list)) else node.args[1:]
+    return [dim % len(dims) for dim in dims]
+
+
+def _dim_before(reduction: fx.Node, source: fx.Node, dim: int) -> int | None:
+    """Return which dimension of the operand a dimension of a reduction's result is; None where it is reduced."""
+    num_dims, arguments = _num_dims(source), (*reduction.args[1:], None, None)
+    wanted = reduction.kwargs.get("dim", arguments[0])
+    reduced = wanted if isinstance(wanted, (tuple, list)) else (wanted,)
+    if not num_dims or not all(isinstance(part, int) for part in reduced):
+        return None
+    rest = [part for part in range(num_dims) if part not in {other % num_dims for other in reduced}]
+    if reduction.kwargs.get("keepdim", arguments[1]):
+        return dim if dim in rest else None
+    return rest[dim] if dim < len(rest) else None
+
+
+def _takes(index: Any, entry: int, dim: int, num_dims: int) -> bool:
+    """Whether an index takes no other entries than those at one place of a dimension."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(part is None or isinstance(part, bool) or (isinstance(part, fx.Node) and is_mask(part)) for part in parts):
+        return False  # they add a dimension, or stand for several
+    if Ellipsis in [part for part in parts if not isinstance(part, fx.Node)]:
+        place = next(place for place, part in enumerate(parts) if part is Ellipsis)
+        parts[place : place + 1] = [slice(None)] * (num_dims - len(parts) + 1)
+    part = parts[dim] if dim < len(parts) else None
+    return (type(part) is int and part == entry) or part == slice(entry, entry + 1, None)

@@ -30,11 +30,12 @@ from memfine_fx.passes.read.equal import repeated
 from memfine_fx.passes.read.expressions import RowsDiffer
 from memfine_fx.passes.read.extraction import NoExperts, region_of_rows, region_of_slots
 from memfine_fx.passes.read.frame import Frame
+from memfine_fx.passes.read.masked_ids import move_masks_into_ids
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
 from memfine_fx.passes.read.seeds import frames_of, given_sources, is_given, is_router, masked, reframed, seeds_of
-from memfine_fx.passes.read.sinking import behind_views
+from memfine_fx.passes.read.sinking import behind_views, is_parameter_view
 from memfine_fx.passes.read.slots import SlotReader
 from memfine_fx.passes.read.tables import move_tables
 from memfine_fx.passes.read.unmatched import (
@@ -58,10 +59,12 @@ def read_regions(graph_module: fx.GraphModule, start: Modes | None = None) -> li
     """Regions of one graph, in graph order, and a refusal for each routing decision whose experts are not raised.
 
     Bodies of higher-order ops are graphs of their own: call this on each, with the modes in which it starts. The graph
-    is not changed, but for ids of masks and views of tables.
+    is not changed, but for ids of masks, masks in ids and views of tables.
     """
     nodes = graph_module.graph.nodes
     seeds = seeds_of(graph_module.graph)
+    if seeds:
+        move_masks_into_ids(graph_module.graph)
     chosen_by_input = [node for node in nodes if chooses_for_sequences(node)]
     if not seeds and not chosen_by_input and not any(map(makes_integers, nodes)):
         return []
@@ -244,6 +247,9 @@ def _in_slots(body: _Body, frame: Frame, later: set[fx.Node]) -> MoERegion | Non
     try:
         last_result = reader.read_slots(reached, later)
         if last_result is None or not _is_combined(last_result[0], reached):
+            random = [refusal for refusal in reader.refusals if refusal.reason is Reason.RANDOM_NUMBERS]
+            if random:
+                raise random[0]
             return None  # a layer for each part of any tensor looks the same
         return check_removable(region_of_slots(reader, *last_result), body.flow, body.modes)
     except CannotChunk as refusal:
@@ -260,9 +266,17 @@ def _is_combined(results: fx.Node, reached: set[fx.Node]) -> bool:
             is_picked = base_name_of(user) in _PICKS and any(map(is_int_tensor, others))
             if is_picked or (base_name_of(user) in MATMULS | {"mul"} and others):
                 return True
-            if name_of(user) in LAYOUTS | CASTS | {"mul", "cat", "pad"}:
+            if name_of(user) in LAYOUTS | CASTS | {"mul", "cat", "pad"} or _is_bias_or_dropout(user, node):
                 pending.append(user)
     return False
+
+
+def _is_bias_or_dropout(user: fx.Node, results: fx.Node) -> bool:
+    """Whether a call drops entries of results, or adds parameters, which weights or a mask may scale."""
+    added = [behind_views(source) for source in user.all_input_nodes if source is not results]
+    factors = [[source, *(source.all_input_nodes if base_name_of(source) == "mul" else ())] for source in added]
+    are_biases = bool(added) and all(any(map(is_parameter_view, parts)) for parts in factors)
+    return "dropout" in name_of(user) or (base_name_of(user) == "add" and are_biases)
 
 
 _PICKS = LOOKUPS | {"index_add", "scatter_add"}

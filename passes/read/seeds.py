@@ -16,6 +16,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import (
     Dataflow,
+    has_unbacked_rows,
+    is_float_tensor,
     is_int_tensor,
     node_value,
     same_size,
@@ -45,7 +47,8 @@ _WIDE = (torch.int32, torch.int64)
 
 def is_seed(node: fx.Node) -> bool:
     """Whether a node is a routing decision."""
-    return is_int_tensor(node) and (_is_chosen(node) or _is_table_lookup(node) or is_given(node))
+    is_choice = _is_chosen(node) and not _is_of_rows(node)
+    return is_int_tensor(node) and (is_choice or _is_table_lookup(node) or is_given(node))
 
 
 def seeds_of(graph: fx.Graph) -> list[fx.Node]:
@@ -166,6 +169,13 @@ def _is_chosen(node: fx.Node) -> bool:
     source = node.args[0] if name_of(node) == "getitem" and node.args else None
     is_second = len(node.args) > 1 and isinstance(node.args[1], int) and node.args[1] == 1
     return isinstance(source, fx.Node) and is_second and name_of(source) in CHOOSERS
+
+
+def _is_of_rows(choice: fx.Node) -> bool:
+    """Whether it is the place of the one in a mask of an expert's rows: a router chooses by scores, for all tokens."""
+    source = choice.args[0] if choice.args else None
+    is_argmax = name_of(choice) == "argmax" and isinstance(source, fx.Node)
+    return is_argmax and not is_float_tensor(source) and has_unbacked_rows(source)  # type: ignore[arg-type]  # a node
 
 
 def _scores(seed: fx.Node) -> torch.Tensor:

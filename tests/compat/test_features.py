@@ -122,7 +122,9 @@ BREAKS: dict[Feature, Break] = {
     chunking.GRAPHS: without_module("memfine_fx.compat.operators"),
     **{setting: lacking_option(setting) for setting in SETTINGS},
     distributed.IGNORED_BY_DDP: having(DistributedDataParallel, _ignores, staticmethod(lambda module, names: None)),
-    dynamo.GRAPH_BREAKS: having(dynamo, "_counters", lambda: collections.defaultdict(collections.Counter)),
+    dynamo.GRAPH_BREAKS: having(
+        dynamo, "_utils", lambda: types.SimpleNamespace(counters=collections.defaultdict(collections.Counter))
+    ),
     dynamo.SEEN_BACKENDS: having(dynamo, "_seen_backends", dict),
     effects.PYTHON_EFFECTS: lacking(ComptimeContext, "_i_will_not_complain_if_bc_breaks_InstructionTranslator"),
     functorch.CACHED_RECORDS: lacking(GenericAOTAutogradResult, "wrap_post_compile"),

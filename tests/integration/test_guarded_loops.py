@@ -101,6 +101,80 @@ def test_a_condition_must_be_proved_to_ask_for_rows(guard: str, refusal: str, tm
         assert result.num_chunked == 0 and "in a body that is skipped" in result.details, result
 
 
+AGAIN = ("t, c = torch.where(i == e)", ROWS)
+FLAT = ("flat = i.reshape(-1)", "xs = x.repeat_interleave(2, 0)", "y = torch.zeros_like(xs)")
+FLAT_END = ("out = (y.view(-1, 2, H) * w[..., None]).sum(1)",)
+ONE_HOT = "counts = F.one_hot(i, self.num)"
+ZEROS = "0 * sum(p.sum() for p in self.ex[e].parameters())"
+
+ASKED: dict[str, dict[str, Any]] = {
+    "any, and the mask again": {"guard": "not (i == e).any()", "body": AGAIN},
+    "another spelling of the mask": {"guard": "not i.eq(e).any()", "body": AGAIN},
+    "a function": {"guard": "not torch.any(torch.eq(i, e))", "body": AGAIN},
+    "membership": {"guard": "e not in i", "body": AGAIN},
+    "tokens": {"guard": "not (i == e).any(-1).any()", "body": AGAIN},
+    "a number": {"select": ("n = (i == e).sum().item()",), "guard": "n == 0", "body": AGAIN},
+    "counts by one_hot": {"start": (f"{ONE_HOT}.sum((0, 1))",), "guard": "counts[e] == 0", "body": AGAIN},
+    "counts, one dimension after the other": {
+        "start": (f"{ONE_HOT}.sum(1).sum(0) > 0",), "guard": "not counts[e]", "body": AGAIN,
+    },
+    "counts of a permuted mask": {
+        "start": (f"{ONE_HOT}.permute(2, 1, 0).sum(dim=(1, 2))",), "guard": "counts[e].item() == 0", "body": AGAIN,
+    },
+    "a column of members": {
+        "start": ("m = F.one_hot(i, self.num).sum(1)", "counts = m.sum(0)"), "guard": "counts[e] == 0",
+        "body": ("t = m[:, e].bool().nonzero().squeeze(-1)", "out[t] += self.ex[e](x[t]) * (w * (i == e)).sum(-1)[t, None]"),
+    },
+    "the number of an expert's results": {
+        "select": ("t, c = torch.where(i == e)", "o = self.ex[e](x[t])"), "guard": "o.numel() == 0",
+        "body": ("out.index_add_(0, t, o * w[t, c, None])",),
+    },
+    "the length of an expert's results": {
+        "start": FLAT, "select": ("o = self.ex[e](xs[flat == e])",), "guard": "o.shape[0] <= 0",
+        "body": ("y[flat == e] = o",), "end": FLAT_END,
+    },
+    "zeros that are added to an expert's results": {
+        "start": FLAT, "select": ("o = self.ex[e](xs[flat == e])",), "guard": "",
+        "body": ("if o.shape[0] > 0: y[flat == e] = o.to(y.dtype)", f"else: y[flat == e] = o.to(y.dtype) + {ZEROS}"),
+        "end": FLAT_END,
+    },
+}  # fmt: skip
+ASKED_OTHERWISE: dict[str, dict[str, Any]] = {
+    "members of the first choice": {"guard": "e not in i[:, 0]", "body": AGAIN},
+    "members of a list": {"start": ("hit = [1, 2]",), "guard": "e not in hit", "body": AGAIN},
+    "counts of the first choice": {"start": ("counts = F.one_hot(i[:, :1], self.num).sum((0, 1))",), "guard": "counts[e] == 0", "body": AGAIN},
+    "counts of choices": {"start": (f"{ONE_HOT[:-1]} + 3).sum((0, 2))",), "guard": "counts[min(e, 1)] == 0", "body": AGAIN},
+    "counts of two signs": {
+        "start": (f"{ONE_HOT} - F.one_hot((i + 1) % self.num, self.num)", "counts = counts.sum((0, 1))"),
+        "guard": "counts[e] == 0", "body": AGAIN,
+    },
+    "a size that may be one": {
+        "select": ("t, c = torch.where(i == e)", "o = self.ex[e](x[t])"), "guard": "o.numel() <= 8",
+        "body": ("out.index_add_(0, t, o * w[t, c, None])",),
+    },
+    "other entries without rows": {
+        "start": FLAT, "select": ("o = self.ex[e](xs[flat == e])",), "guard": "",
+        "body": ("if o.shape[0] > 1: y[flat == e] = o", "else: y[flat != e] += 0.1"), "end": FLAT_END,
+    },
+    "no zeros that are added": {
+        "start": FLAT, "select": ("o = self.ex[e](xs[flat == e])",), "guard": "",
+        "body": ("if o.shape[0] > 1: y[flat == e] = o", f"else: y[flat == e] = o + 1{ZEROS[1:]}"), "end": FLAT_END,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_condition_that_asks_for_rows_in_other_words_is_proved(name: str, tmp_path: Path) -> None:
+    result = outcome(tmp_path, **ASKED[name])
+    assert result.verdict == "exact" and result.num_chunked == 1, result
+
+
+@pytest.mark.parametrize("name", ASKED_OTHERWISE)
+def test_a_condition_that_asks_for_something_else_is_not(name: str, tmp_path: Path) -> None:
+    result = outcome(tmp_path, **ASKED_OTHERWISE[name])
+    assert result.verdict == "exact" and result.num_chunked == 0, result
+
+
 WEIGHTS = "w[t, c, None]"
 AUX = {"start": ["aux = x.new_zeros(())"], "end": ["out = out + aux"]}
 COUNT = {"init": ["self.register_buffer('count', torch.ones(self.num))"]}

@@ -81,6 +81,7 @@ LAYERS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "indexed matmul": ("gathered", lambda: IndexedMoE(IndexedConfig(**SIZES, uses_matmul=True))),
     "capacity buffer": ("slots", lambda: CapacityMoE(CapacityConfig(**SIZES))),
     "switch einsum": ("slots", lambda: SwitchMoE(SwitchConfig(**SIZES))),
+    "switch einsum, biases": ("slots", lambda: SwitchMoE(SwitchConfig(**SIZES, has_biases=True))),
     **{
         f"dense einsum, {weighting}": ("einsum", lambda w=weighting: DenseMoE(DenseConfig(**SIZES, weighting=w)))
         for weighting in get_args(Weighting)

@@ -6,7 +6,12 @@
         out[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
 
 They are dropped. The raised form gives such parameters gradients of zeros as well. Eager's 0 * inf = nan is not
-reproduced.
+reproduced. Where both branches write the same but for such zeros, the condition is dropped with the other branch:
+
+    if rows.shape[0] > 0:
+        out[mask] = rows                                  ->  out[mask] = rows
+    else:
+        out[mask] = rows + 0 * sum(p.sum() for p in expert.parameters())
 """
 
 from __future__ import annotations
@@ -22,21 +27,51 @@ __all__ = ["without_zero_terms"]
 def without_zero_terms(loop: ast.For) -> list[ast.stmt]:
     """The loop's body without such branches; conditions on anything that the body does not make stay as they are."""
     assigned = {name for statement in loop.body for name in assigned_names(statement)}
-    return [
-        _trimmed(statement) if isinstance(statement, ast.If) and _only_adds_zeros(statement, assigned) else statement
-        for statement in loop.body
-    ]
+    body: list[ast.stmt] = []
+    for statement in loop.body:
+        if not isinstance(statement, ast.If) or not statement.orelse or not _is_guard(statement, assigned):
+            body.append(statement)
+        elif _only_adds_zeros(statement):
+            body.append(_trimmed(statement))
+        else:
+            body += statement.body if _writes_the_same(statement) else [statement]
+    return body
+
+
+def _is_guard(node: ast.If, made: set[str]) -> bool:
+    """Whether a condition on emptiness asks about something that the loop's body makes."""
+    guard = guard_of(_trimmed(node), [])
+    return guard is not None and bool(names_in(guard.measure) & made)
 
 
 def _trimmed(node: ast.If) -> ast.If:
     return ast.copy_location(ast.If(node.test, node.body, []), node)
 
 
-def _only_adds_zeros(node: ast.If, made: set[str]) -> bool:
-    """Whether the other branch of a condition on emptiness does nothing but add zeros."""
-    guard = guard_of(_trimmed(node), [])
-    is_guard = guard is not None and bool(names_in(guard.measure) & made)
-    return is_guard and bool(node.orelse) and all(map(_adds_zeros, node.orelse))
+def _only_adds_zeros(node: ast.If) -> bool:
+    """Whether the other branch of a condition does nothing but add zeros."""
+    return all(map(_adds_zeros, node.orelse))
+
+
+def _writes_the_same(node: ast.If) -> bool:
+    """Whether both branches of a condition write the same entries, where one may add zeros to them."""
+    return len(node.body) == len(node.orelse) and all(map(_are_writes_of_same, node.body, node.orelse))
+
+
+def _are_writes_of_same(left: ast.stmt, right: ast.stmt) -> bool:
+    match left, right:
+        case ast.Assign([ast.Subscript() as target], value), ast.Assign([ast.Subscript() as other_target], other):
+            values = {ast.dump(_without_zero_term(value)), ast.dump(_without_zero_term(other))}
+            return ast.dump(target) == ast.dump(other_target) and len(values) == 1 and _does_nothing_else(target)
+    return False
+
+
+def _without_zero_term(value: ast.expr) -> ast.expr:
+    """X of X + 0 * Y"""
+    match value:
+        case ast.BinOp(left, ast.Add(), term) if _is_zero_product(term):
+            return left
+    return value
 
 
 def _adds_zeros(statement: ast.stmt) -> bool:

@@ -30,6 +30,7 @@ from memfine_fx.capture.source.liveness import Liveness, bound_names, surely_bou
 from memfine_fx.capture.source.syntax import (
     assignments,
     helper_call,
+    is_equality,
     is_name,
     loaded,
     name_of,
@@ -121,7 +122,18 @@ def _guard(test: ast.expr, body: list[ast.stmt], *, is_skipped: bool) -> Guard |
                 if type(getattr(number, "value", None)) is int and _is_measure(measure):
                     return Guard(_unwrapped(measure), name, number.value, is_skipped, body)  # type: ignore[attr-defined]
             return None
+        case ast.Compare(left, [ast.In()], [right]):
+            return Guard(helper_call("contains", [right, left]), "true", 0, is_skipped, body)
+        case ast.Compare(left, [ast.NotIn()], [right]):
+            return Guard(helper_call("contains", [right, left]), "true", 0, not is_skipped, body)
     return Guard(_unwrapped(test), "true", 0, is_skipped, body) if _is_measure(test) else None
+
+
+def _asks_membership(test: ast.expr) -> bool:
+    """Whether a condition is `item in values`, or not that."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    return isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.In, ast.NotIn))
 
 
 def _unwrapped(value: ast.expr) -> ast.expr:
@@ -198,6 +210,8 @@ class GuardRewriter:
         guard = guard_of(statement, rest)
         if guard is None or not names_in(guard.measure) & self._made:
             return None
+        if isinstance(statement, ast.If) and _asks_membership(statement.test) and not self._compares(guard.measure):
+            return None
         return guard if not isinstance(guard.measure, ast.Name) or self._is_measured(guard.measure.id) else None
 
     def _is_measured(self, name: str) -> bool:
@@ -206,6 +220,13 @@ class GuardRewriter:
             return True
         pairs = [pair for node in ast.walk(self._loop) if isinstance(node, ast.Assign) for pair in assignments(node)]
         return any(is_name(target, name) and _is_measure(value) for target, value in pairs)
+
+    def _compares(self, measure: ast.expr) -> bool:
+        """Whether the loop compares what `item in values` asks about: of layers' numbers in a list nothing is asked."""
+        assert isinstance(measure, ast.Call)
+        values, item = measure.args
+        name = name_of(item)
+        return name is not None and any(is_equality(node, values, name) for node in ast.walk(self._loop))
 
     def _has_guard(self, statements: Sequence[ast.stmt]) -> bool:
         return any(self._guard_of(statement, statements[place + 1 :]) for place, statement in enumerate(statements))

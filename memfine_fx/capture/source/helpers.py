@@ -45,7 +45,7 @@ __all__ = ["NAMES", "PREFIX", "by_hand"]
 PREFIX = "_memfine_"
 NAMES = (
     "every_expert", "every_index", "part", "put", "take", "exists", "count", "body", "written", "collect", "store",
-    "merged", "leave",
+    "merged", "leave", "contains",
 )  # fmt: skip
 _OWN_FRAME, _CALLER = 0, 1
 _traced: set[str] = set()
@@ -175,6 +175,11 @@ def _check_by_hand() -> None:
     """Refuse to run eagerly: a graph break would run rewritten code as if it were the user's."""
     if not getattr(_thread, "is_by_hand", False):
         raise LeftoverShapes("a loop that was rewritten is not captured as a whole")
+
+
+def contains(values: Any, item: Any) -> Any:
+    """Return whether `item in values`: of a tensor as a tensor, which a graph can hold."""
+    return (values == item).any() if isinstance(values, torch.Tensor) else item in values
 
 
 def written(value: Any, body: Body) -> Any:

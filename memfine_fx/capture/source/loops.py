@@ -122,7 +122,8 @@ class _Loop:
         if loop.orelse:
             return False
         has_changed = use_splits(self._function, loop, self._file)
-        loop.body = without_zero_terms(loop)
+        written, loop.body = loop.body, without_zero_terms(loop)
+        has_changed |= loop.body != written
         has_changed |= self._run_every_hit_expert(loop)
         has_changed |= self._run_every_named_expert(loop)
         has_changed |= self._keep_places_as_tensors(loop)
@@ -186,10 +187,11 @@ class _Loop:
 
     def _run_every_named_expert(self, loop: ast.For) -> bool:
         """for e in index.unique(), where rows are taken by index == e and experts by self.experts[e]"""
-        index = unique_of(loop.iter)
+        assignment = self._assignment_of(loop.iter)
+        index = unique_of(loop.iter if assignment is None else assignment.value)
         if index is None or not isinstance(loop.target, ast.Name):
             return False
-        expert = loop.target.id
+        expert, body = _named_as_number(loop, loop.target.id)
         tables = [
             node.value
             for node in ast.walk(loop)
@@ -197,10 +199,18 @@ class _Loop:
         ]
         if not tables or not any(is_equality(node, index, expert) for node in ast.walk(loop)):
             return False
-        self._check_unread(expert)
-        name = self._name_before(loop, "ids", index)
+        if assignment is not None and names_in(tables[0]) != {self._own}:
+            return False  # what else it names may not be bound before the loop
+        for variable in {expert, loop.target.id}:
+            self._check_unread(variable)
+        loop.target, loop.body = ast.copy_location(stored(expert), loop.target), body
+        name = self._name_before(loop if assignment is None else assignment, "ids", index)
         arguments = [tables[0], loaded(name), ast.Constant(f"{self._file}:{loop.lineno}")]
-        loop.iter = ast.copy_location(helper_call("every_index", arguments), loop.iter)
+        every = ast.copy_location(helper_call("every_index", arguments), loop.iter)
+        if assignment is None:
+            loop.iter = every
+        else:
+            assignment.value = every
         UniqueIndices(expert).visit(loop)
         is_named = ast.Compare(loaded(name), [ast.Eq()], [loaded(expert)])
         loop.body.insert(0, self._skipping_unless(ast.Call(ast.Attribute(is_named, "any", ast.Load()), [], [])))
@@ -220,6 +230,14 @@ class _Loop:
                     replace_value(statement, value, places)
                     has_changed = True
         return has_changed
+
+
+def _named_as_number(loop: ast.For, variable: str) -> tuple[str, list[ast.stmt]]:
+    """Return n and the rest of a body that begins with `n = int(e)` and reads e nowhere else; else e and the body."""
+    first, rest = loop.body[0], loop.body[1:]
+    name = unwrapped_name(first, variable)
+    reads = any(is_name(node, variable) for statement in rest for node in ast.walk(statement))
+    return (variable, loop.body) if name is None or reads or not rest else (name, rest)
 
 
 def _asks_existence(statement: ast.stmt) -> bool:

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from memfine_fx.errors import Reason
+from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
 from memfine_fx.passes.read.reader import Args, Kwargs, Reader, Rule
 from memfine_fx.passes.read.rules.pointwise import along_dim, along_routed, cast, expression_of
-from memfine_fx.passes.read.values import Combined, Counts, Fill, Mask, Rows
+from memfine_fx.passes.read.values import Combined, Counts, Fill, Ids, Mask, Rows
 
 __all__ = ["RULES", "combine_over"]
 
@@ -62,6 +63,20 @@ def _mask_reduced(reader: Reader, call: Call, mask: Mask, dims: list[int], keeps
         )
     full_groups = ["" if place in dims else group for place, group in enumerate(mask.labels.groups)]
     return replace(mask, labels=DimLabels(*(full_groups if keeps_dim else left)))
+
+
+def _argmax(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Which of a token's choices an expert is, where only tokens that chose it are left."""
+    mask, dim = args[0], call.argument(1, "dim")
+    if not isinstance(mask, Mask) or not isinstance(dim, int):
+        raise call.refused(Reason.NO_RULE, f"no row-wise rule for {call.target}")
+    is_own = mask.iteration.expert is not None and not mask.is_negated and not mask.is_part and mask.is_distinct
+    # A token that did not choose the expert would name its first choice: rows must be this expert's, not all in order.
+    are_own_rows = mask.labels.groups == ("r", "k") and not same_size(call.shape()[0], reader.frame.num_rows)
+    if not is_own or not are_own_rows or dim % call.args[0].ndim != 1:
+        raise call.refused(Reason.INDEX_NOT_FOLLOWED, "the place of an expert among choices that may not have it")
+    labels = DimLabels("r", "") if call.argument(2, "keepdim", False) else DimLabels.SORTED
+    return Ids("k", labels, iteration=mask.iteration)
 
 
 def _over_labels(reader: Reader, call: Call, rows: Rows, dim: int, keeps_dim: bool) -> Rows:
@@ -128,6 +143,7 @@ def _softmax(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
 RULES: dict[Any, Rule] = {
     aten._softmax.default: _softmax,
     aten.amax.default: reduced,
+    aten.argmax.default: _argmax,
     aten.any.dim: reduced,
     aten.any.dims: reduced,
     aten.sum.dim_IntList: reduced,

@@ -71,7 +71,7 @@ class Claims:
                 size = self._size(axis)
                 position, found[axis] = (0, position) if size is None else divmod(position, size)
         if "r" in found:
-            return self._routed_place(found["r"], found.get("e"), iteration)
+            return self._routed_place(found["r"], found.get("e"), iteration, found.get("k"))
         token = found["b"] * self.size_of_s() + found["s"] if "b" in found or "s" in found else None
         choice = found.get("k", 0 if self.routing.top_k == 1 else iteration.choice)
         return _Place(token, choice, found.get("e", iteration.expert))
@@ -84,9 +84,12 @@ class Claims:
         sizes = {"b": self.routing.token_shape[0], "s": self.size_of_s(), "k": self.routing.top_k, "e": NUM_EXPERTS}
         return sizes.get(axis)
 
-    def _routed_place(self, position: int, expert: int | None, iteration: LoopIteration) -> _Place:
-        """The routed row at a position; without an order only its expert is known."""
+    def _routed_place(
+        self, position: int, expert: int | None, iteration: LoopIteration, choice_of_token: int | None
+    ) -> _Place:
+        """The routed row at a position, or one of its token's choices; without an order only its expert is known."""
         token, choice = self.rows(LoopIteration(iteration.expert, iteration.choice, iteration.order or "t"))[position]
+        choice = choice if choice_of_token is None else choice_of_token
         own = self.routing.expert_of((token, choice))
         if not iteration.order:
             return _Place(None, None, own)
@@ -233,7 +236,10 @@ def _fill_rows(value: Rows, out: Tensor, claims: Claims) -> None:
 
 
 def _fill_mask(value: Mask, out: Tensor, claims: Claims) -> None:
-    for indices, place in _each(value.labels, out, claims, replace(value.iteration, expert=None)):
+    # A comparison of all rows in expert order names an expert too, and keeps them all.
+    are_own = "r" in value.labels.axes and len(claims.rows(value.iteration)) == out.shape[0]
+    iteration = value.iteration if are_own else replace(value.iteration, expert=None)
+    for indices, place in _each(value.labels, out, claims, iteration):
         expert = place.expert if "e" in value.labels.axes else value.iteration.expert
         named = claims.assignments(replace(place, expert=None))
         is_named = any(claims.routing.expert_of(one) == expert for one in named)

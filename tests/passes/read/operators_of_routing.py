@@ -46,6 +46,12 @@ def chosen(r: Any) -> Any:
     return masks(r).sum(1) == 1
 
 
+def own_choices(r: Any) -> Any:
+    """[R,K], one where a token that chose expert 1 chose it."""
+    mask = r.index == 1
+    return mask[mask.any(-1).nonzero().squeeze(-1)].long()
+
+
 def added_to(r: Any, blank: Any) -> Any:
     """All results added to a blank tensor [T,H]."""
     return blank.index_add(0, tokens_of(r), sorted_rows(r))
@@ -268,6 +274,14 @@ INDICES: Database = {
 }
 
 MASKS: Database = {
+    aten.argmax.default: [
+        claims(Ids, lambda r: own_choices(r).argmax(-1), "plain", "square", "sparse", "dynamic"),
+        claims(Ids, lambda r: own_choices(r).argmax(1, keepdim=True), "plain", "dynamic"),
+        refused("may not have it", lambda r: (r.index == 1).long().argmax(-1)),
+        refused("may not have it", lambda r: (own_choices(r) == 0).long().argmax(-1)),
+        refused("may not have it", lambda r: (r.index[tokens_of(r)] == 1).long().argmax(-1)),
+        refused("no row-wise rule", lambda r: sorted_rows(r).argmax(-1)),
+    ],
     aten.eq.Scalar: [
         claims(Mask, lambda r: r.index == 2, "plain", "square", "sparse", "dynamic", "repeated", "batched", "argmax"),
         claims(Mask, lambda r: order_of(r)[0] == 1),

@@ -1,0 +1,106 @@
+"""Loops over experts as public code writes them: valid tokens beside ids, places among choices, named experts.
+
+Each layer trains for four steps, and so does an unmodified copy of it (`tests/properties/life.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_guarded_loops import ROWS, outcome
+
+pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
+VALID = "valid = x[:, :1] > 0"
+PLACES = (
+    "token = mask.any(dim=-1).nonzero(as_tuple=False).squeeze(-1)",
+    "if token.numel() == 0: continue",
+    "choice = mask[token].int().argmax(dim=-1, keepdim=True)",
+    "share = torch.gather(w.index_select(0, token), dim=-1, index=choice).squeeze(-1)",
+    "out.index_add_(0, token, self.ex[e](x.index_select(0, token)) * share.unsqueeze(-1))",
+)
+BY_NAME = ("e = int(name.item())", "mask = i == e", "if not mask.any(): continue", *PLACES)
+SORTED = (
+    "flat = i.view(-1)",
+    "_, order = torch.sort(flat)",
+    "counts = torch.bincount(flat, minlength=self.num).cpu().numpy()",
+    "xs = x.index_select(0, torch.div(order, 2, rounding_mode='floor'))",
+    "parts = []",
+    "start = 0",
+)
+
+CHUNKED: dict[str, dict[str, Any]] = {
+    "valid tokens": {"start": (VALID,), "select": ("t, c = torch.where((i == e) & valid)",)},
+    "valid tokens of a padding mask": {
+        "start": ("valid = ~(x[:, 0] < 0)",),
+        "select": ("t, c = torch.where(torch.logical_and(i == e, valid.unsqueeze(-1)))",),
+    },
+    "all tokens are valid": {
+        "start": ("valid = torch.ones(x.size(0), dtype=torch.bool)",),
+        "select": ("t, c = torch.where(torch.logical_and(i == e, valid.unsqueeze(-1)))",),
+    },
+    "choices of some weight": {"select": ("t, c = ((i == e) & (w > 0.3)).nonzero(as_tuple=True)",)},
+    "rows by gather and scatter_add": {
+        "select": ("t, c = torch.where(i == e)", "at = t[:, None].expand(-1, x.size(1))"),
+        "body": ("out.scatter_add_(0, at, self.ex[e](x.gather(0, at)) * w[t, c, None])",),
+    },
+    "places among choices": {"select": ("mask = i == e",), "guard": "not mask.any()", "body": PLACES},
+    "experts by name": {"header": "for name in torch.unique(i):", "select": (), "guard": "", "body": BY_NAME},
+    "experts by name, named before": {
+        "start": ("names = torch.unique(i)",), "header": "for name in names:", "select": (), "guard": "",
+        "body": BY_NAME,
+    },
+    "slices by a count": {
+        "start": SORTED, "select": ("n = counts[e]",), "guard": "",
+        "body": ("parts.append(self.ex[e](xs[start : start + n]))", "start += n"),
+        "end": (
+            "rows = torch.cat(parts)",
+            "rows = torch.empty_like(rows).index_copy(0, order, rows).view(-1, 2, H)",
+            "out = torch.bmm(w.unsqueeze(1), rows).squeeze(1)",
+        ),
+    },
+}  # fmt: skip
+UNPROVED: dict[str, dict[str, Any]] = {
+    "other tokens are valid for each expert": {"select": ("t, c = torch.where((i == e) & (x[:, :1] > 0.1 * e))",)},
+    "valid tokens are written": {
+        "start": (VALID,), "select": ("t, c = torch.where((i == e) & valid)",), "body": (ROWS, "valid[t] = False"),
+    },
+    "places among the choices of all tokens": {
+        "select": ("mask = i == e", "c = mask.long().argmax(-1)", "t = mask.any(-1).nonzero().squeeze(-1)"),
+        "guard": "", "body": ("out.index_add_(0, t, self.ex[e](x[t]) * w.gather(1, c[:, None])[t])",),
+    },
+    "places of another expert": {
+        "select": ("mask = i == (e + 1) % self.num", "t = (i == e).any(-1).nonzero().squeeze(-1)"),
+        "guard": "", "body": ("c = mask[t].long().argmax(-1)", ROWS),
+    },
+    "an expert that a token names twice": {
+        "route": ("w, i = logits.softmax(-1).topk(2, dim=-1)", "i = i // 2"),
+        "select": ("mask = i == e", "t = mask.any(-1).nonzero().squeeze(-1)"),
+        "guard": "", "body": ("c = mask[t].long().argmax(-1)", ROWS),
+    },
+    "a name that is read later": {
+        "header": "for name in torch.unique(i):", "select": (), "guard": "", "body": BY_NAME,
+        "end": ("out = out * (1 + name)",),
+    },
+}  # fmt: skip
+
+
+def trained(folder: Path, fields: dict[str, Any]) -> Any:
+    """The outcome of a loop that adds rows at places t with weights of choices c, unless `fields` say otherwise."""
+    options: dict[str, Sequence[str]] = {"body": (ROWS,)}
+    return outcome(folder, **(options | fields))  # type: ignore[arg-type]  # lists of lines
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_loop_that_public_code_writes_is_chunked(name: str, tmp_path: Path) -> None:
+    result = trained(tmp_path, CHUNKED[name])
+    assert result.verdict == "exact" and result.num_chunked, result
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_a_loop_that_is_not_proved_runs_as_written(name: str, tmp_path: Path) -> None:
+    result = trained(tmp_path, UNPROVED[name] | {"gives_up_comparison_with_eager": True})
+    assert result.verdict == "exact" and result.num_chunked == 0, result
