@@ -152,10 +152,10 @@ def is_same_view(left: fx.Node, right: fx.Node) -> bool:
     )
 
 
-def refusal_of(where: Where, error: CannotChunk) -> Refusal:
+def refusal_of(where: Where, refusal: CannotChunk) -> Refusal:
     """Return the refusal of a region, with the place in the model's code where its proof stopped."""
-    obstacle = provenance(error.at).source if isinstance(error.at, fx.Node) else ""
-    return Refusal(where, error.reason, error.details, error.node, "" if obstacle == where.source else obstacle)
+    obstacle = provenance(refusal.at).source if isinstance(refusal.at, fx.Node) else ""
+    return Refusal(where, refusal.reason, refusal.details, refusal.node, "" if obstacle == where.source else obstacle)
 
 
 def _is_basic(index: object) -> bool:

@@ -315,8 +315,8 @@ def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node], refusals: Sequenc
         where, module = node.meta.get(GUARDED, ("", ""))
         if where and module not in chunked:
             reasons = [refusal.details for refusal in refusals if refusal.where.module.startswith(module)]
-            details = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
-            raise GuardRefused(f"its experts are in no chunked layer{details}", where, module)
+            because = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+            raise GuardRefused(f"its experts are in no chunked layer{because}", where, module)
 
 
 def with_reasons_of_attempts(
