@@ -43,7 +43,7 @@ from memfine_fx.capture.input_gradients import WantedInputGradients
 from memfine_fx.capture.output_recorders import RecordedOutputs
 from memfine_fx.capture.quantized import UncachedTables, hint_for_packed_layers, traced_layers
 from memfine_fx.capture.ranks import captured_on_ranks
-from memfine_fx.capture.structure import FoundAgain
+from memfine_fx.capture.structure import FoundAgain, may_hold_experts
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
 from memfine_fx.compat.settings import ignoring_debug_logging
