@@ -1,8 +1,10 @@
 """``python -m benchmarks.coverage``: check every family and spelling; write results/coverage.jsonl, docs/coverage.md.
 
-With ``--packages`` the layers of the packages that packages.txt names are checked instead, in the environment that
-has them (``make coverage-packages``); their rows are in results/coverage_packages.jsonl. With ``--version`` five
-families are checked in the version of transformers that is installed (``make coverage-versions``).
+With ``--multimodal`` deep multimodal models with images are checked instead; their rows are in
+results/coverage_multimodal.jsonl. With ``--packages`` the layers of the packages that packages.txt names are checked
+instead, in the environment that has them (``make coverage-packages``); their rows are in
+results/coverage_packages.jsonl. With ``--version`` five families are checked in the version of transformers that is
+installed (``make coverage-versions``).
 
 The work is done by a child process that prints a row per model; when it dies or hangs on one, that one's row
 says so, and a fresh child goes on with the rest.
@@ -21,23 +23,26 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.coverage.families import moe_families
+from benchmarks.coverage.multimodal import MULTIMODAL
 from benchmarks.coverage.packages import PACKAGED
-from benchmarks.coverage.rows import CoverageRow, PackageRow, VersionRow
+from benchmarks.coverage.rows import CoverageRow, MultimodalRow, PackageRow, VersionRow
 from benchmarks.coverage.spellings import SPELLINGS
 from benchmarks.coverage.table import coverage_page
 
 RESULTS = Path(__file__).parents[1] / "results" / "coverage.jsonl"
+MULTIMODAL_RESULTS = RESULTS.with_name("coverage_multimodal.jsonl")
 PACKAGE_RESULTS = RESULTS.with_name("coverage_packages.jsonl")
 VERSION_RESULTS = RESULTS.with_name("coverage_versions.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 FAMILIES_OF_VERSIONS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
-_SECONDS_PER_MODEL = 300
+_SECONDS_PER_MODEL, _SECONDS_PER_DEEP_MODEL = 300, 1500
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="families or spellings; others keep their rows")
     parser.add_argument("--packages", action="store_true", help="layers as their packages ship them, not the others")
+    parser.add_argument("--multimodal", action="store_true", help="deep models with images, not the others")
     parser.add_argument("--version", action="store_true", help="five families in this version of transformers")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="only write the table again from the stored rows")
@@ -47,16 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.version:
         _check_version()
         return 0
-    names = list(PACKAGED) if options.packages else _names()
-    rows: dict[str, CoverageRow] = {**(stored_package_rows() if options.packages else stored_rows())}
+    names, stored, results = _names(), stored_rows, RESULTS
+    if options.packages:
+        names, stored, results = list(PACKAGED), stored_package_rows, PACKAGE_RESULTS
+    elif options.multimodal:
+        names, stored, results = list(MULTIMODAL), stored_multimodal_rows, MULTIMODAL_RESULTS
+    rows: dict[str, CoverageRow] = {**stored()}
     if not options.table:
         wanted = [name for name in names if options.only is None or name in options.only]
         for row in _run(wanted):
             rows[row.name] = row
             print(_line(row), flush=True)
-            _store([rows[name] for name in names if name in rows], PACKAGE_RESULTS if options.packages else RESULTS)
-    stored = stored_rows()
-    PAGE.write_text(page_of([stored[name] for name in _names() if name in stored]), encoding="utf-8")
+            _store([rows[name] for name in names if name in rows], results)
+    of_page = stored_rows()
+    PAGE.write_text(page_of([of_page[name] for name in _names() if name in of_page]), encoding="utf-8")
     return 0
 
 
@@ -76,7 +85,9 @@ def page_of(rows: list[CoverageRow]) -> str:
     packaged = stored_package_rows()
     versions = f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
     rows_of_packages = [packaged[name] for name in PACKAGED if name in packaged]
-    return coverage_page(rows, rows_of_packages, stored_version_rows(), versions)
+    multimodal = stored_multimodal_rows()
+    rows_of_multimodal = [multimodal[name] for name in MULTIMODAL if name in multimodal]
+    return coverage_page(rows, rows_of_packages, stored_version_rows(), rows_of_multimodal, versions)
 
 
 def _names() -> list[str]:
@@ -95,15 +106,16 @@ def _run(names: list[str]) -> Iterator[CoverageRow]:
             env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
         )
         assert child.stdout is not None
-        timer = threading.Timer(_SECONDS_PER_MODEL, child.kill)
+        seconds = _SECONDS_PER_DEEP_MODEL if names[0] in MULTIMODAL else _SECONDS_PER_MODEL
+        timer = threading.Timer(seconds, child.kill)
         timer.start()
         for line in child.stdout:
             timer.cancel()
             if not line.startswith("{"):
                 continue
-            yield (PackageRow if rest[finished] in PACKAGED else CoverageRow).from_json(line)
+            yield _row_class(rest[finished]).from_json(line)
             finished += 1
-            timer = threading.Timer(_SECONDS_PER_MODEL, child.kill)
+            timer = threading.Timer(seconds, child.kill)
             timer.start()
         timer.cancel()
         status = child.wait()
@@ -113,8 +125,14 @@ def _run(names: list[str]) -> Iterator[CoverageRow]:
         rest = rest[finished:]
 
 
+def _row_class(name: str) -> type[CoverageRow]:
+    return PackageRow if name in PACKAGED else MultimodalRow if name in MULTIMODAL else CoverageRow
+
+
 def _ended(name: str, failure: str) -> CoverageRow:
     """The row of a model whose process did not live to tell."""
+    if name in MULTIMODAL:
+        return MultimodalRow("multimodal", name, failure=failure)
     if name in PACKAGED:
         entry = PACKAGED[name]
         installed = entry.installed or entry.version
@@ -123,7 +141,7 @@ def _ended(name: str, failure: str) -> CoverageRow:
 
 
 def _child(names: list[str]) -> int:
-    from benchmarks.coverage.check import check_family, check_package, check_spelling
+    from benchmarks.coverage.check import check_family, check_multimodal, check_package, check_spelling
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -131,6 +149,8 @@ def _child(names: list[str]) -> int:
     for name in names:
         if name in PACKAGED:
             row: CoverageRow = check_package(PACKAGED[name])
+        elif name in MULTIMODAL:
+            row = check_multimodal(name)
         else:
             row = check_spelling(name) if name in SPELLINGS else check_family(families[name])
         print(row.to_json(), file=out, flush=True)
@@ -143,6 +163,10 @@ def stored_rows() -> dict[str, CoverageRow]:
 
 def stored_package_rows() -> dict[str, PackageRow]:
     return {row.name: row for row in map(PackageRow.from_json, _lines(PACKAGE_RESULTS))}
+
+
+def stored_multimodal_rows() -> dict[str, MultimodalRow]:
+    return {row.name: row for row in map(MultimodalRow.from_json, _lines(MULTIMODAL_RESULTS))}
 
 
 def stored_version_rows() -> list[VersionRow]:

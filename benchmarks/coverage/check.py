@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -16,15 +16,19 @@ from torch.distributed import ProcessGroup
 
 import memfine_fx
 from benchmarks.coverage.families import Family
+from benchmarks.coverage.multimodal import MULTIMODAL
 from benchmarks.coverage.packages import PackagedLayer
-from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow
+from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, MultimodalRow, PackageRow
 from benchmarks.coverage.spellings import SPELLINGS
+from memfine_fx.capture.structure import moe_layers
 from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.runtime import op
 
-__all__ = ["LayerModel", "check_family", "check_model", "check_package", "check_spelling"]
+__all__ = ["LayerModel", "check_family", "check_model", "check_multimodal", "check_package", "check_spelling"]
+
+RowT = TypeVar("RowT", bound=CoverageRow)
 
 _BATCH, _LENGTH = 2, 64
 _ROWS_PER_CHUNK = 16
@@ -80,6 +84,75 @@ def check_package(entry: PackagedLayer) -> PackageRow:
     return PackageRow(**{**checked, "num_layers": 1, "package": row.package, "version": row.version})
 
 
+def check_multimodal(name: str) -> MultimodalRow:
+    """The row of one deep model that is called with images, compiled as the other models of the table are."""
+    torch.manual_seed(0)
+    entry = MULTIMODAL[name]
+    tiny = entry.build()
+    _spread_weights(tiny.module)
+    more = dataclasses.replace(tiny, inputs=entry.inputs(tiny.module.config, num_images=2, text_length=31))
+    row = MultimodalRow("multimodal", name, built=type(tiny.module).__name__, num_layers=len(moe_layers(tiny.module)))
+    row = dataclasses.replace(row, num_plain_graphs=_num_plain_graphs(tiny))
+    torch._dynamo.reset()
+    optimized = _copied(tiny.module)
+    config = memfine_fx.Config(rows_per_chunk=_ROWS_PER_CHUNK)
+    memfine_fx.optimize(optimized, inner_backend="eager", config=config)
+    for call in (tiny, more):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = _step(optimized, call)  # compiles, tries flags of Dynamo, and compares layers with their code
+                with mock.patch.object(op, "run_forward", wraps=op.run_forward) as run_forward:
+                    _step(optimized, call)
+            except Exception as error:  # NOTE: whatever goes wrong belongs in the table, not in a traceback
+                return dataclasses.replace(row, failure=f"optimized: {type(error).__name__}: {error}"[:400])
+        row = _with_call(
+            row, dataclasses.replace(call, module=_copied(tiny.module)), found, int(run_forward.call_count)
+        )
+        report = memfine_fx.report(optimized)
+        graphs = (row.num_graphs or report.num_graphs, report.num_graphs)
+        row = dataclasses.replace(row, num_graphs=graphs[0], num_later_graphs=graphs[1] - graphs[0])
+    refused = [region for region in report.regions if region.status == "refused"]
+    return dataclasses.replace(
+        row,
+        num_found=row.num_raised + sum(region.has_experts for region in refused),
+        reasons=tuple(dict.fromkeys(f"{region.where.module}: {region.reason}" for region in refused)),
+        uncompared=tuple(dict.fromkeys(filter(None, (region.not_compared_with_code for region in report.regions)))),
+    )
+
+
+def _with_call(row: MultimodalRow, tiny: TinyModel, found: dict[str, torch.Tensor], num_regions: int) -> MultimodalRow:
+    """The row after one more call: with the smaller number of regions, and the larger error."""
+    expected = _step(_copied(tiny.module), tiny)
+    errors = _errors(found, expected)
+    worst = max(errors, key=errors.__getitem__)
+    is_first = row.worst_error is None
+    num_raised = num_regions if is_first else min(row.num_raised, num_regions)
+    row = dataclasses.replace(row, num_raised=num_raised)
+    of_call = dataclasses.replace(row, worst_error=errors[worst], worst_name=worst, exact_error=None, eager_error=None)
+    if errors[worst] >= TOLERANCE:
+        of_call = _against_fp64(of_call, tiny, found, expected)
+    is_worse = is_first or (row.is_exact and (not of_call.is_exact or errors[worst] > (row.worst_error or 0.0)))
+    return of_call if is_worse else row
+
+
+def _num_plain_graphs(tiny: TinyModel) -> int:
+    """Graphs that `torch.compile` has for a step."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    plain = _copied(tiny.module)
+    plain.compile(backend=counting)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _step(plain, tiny)
+    return len(graphs)
+
+
 def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
     """Optimize a copy with the eager inner compiler and compare it with the model."""
     torch._dynamo.reset()
@@ -117,8 +190,8 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
 
 
 def _against_fp64(
-    row: CoverageRow, tiny: TinyModel, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> CoverageRow:
+    row: RowT, tiny: TinyModel, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> RowT:
     """The tensor in which the optimized model is worst, judged by the unmodified model in fp64.
 
     NOTE: one run of the unmodified model in fp32 is one draw of its rounding, which another CPU's kernels draw anew:

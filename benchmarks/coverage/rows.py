@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["EAGER_FACTOR", "NOT_INSTALLED", "TOLERANCE", "CoverageRow", "PackageRow", "VersionRow"]
+__all__ = ["EAGER_FACTOR", "NOT_INSTALLED", "TOLERANCE", "CoverageRow", "MultimodalRow", "PackageRow", "VersionRow"]
 
 TOLERANCE = 1e-5
 EAGER_FACTOR = 4.0
@@ -19,7 +19,8 @@ class CoverageRow:
     """What became of one model or spelling.
 
     Args:
-        kind: "family" (of transformers), "spelling" (hand-written layer) or "package" (a layer of a package).
+        kind: "family" (of transformers), "spelling" (hand-written layer), "package" (a layer of a package) or
+            "multimodal" (a deep model of transformers with images).
         name: family, spelling, or package and configuration.
         built: class that was built, "" where none could be.
         num_layers: layers of experts in it, by class name.
@@ -87,6 +88,22 @@ class PackageRow(CoverageRow):
 
     package: str = ""
     version: str = ""
+
+
+@dataclass(frozen=True)
+class MultimodalRow(CoverageRow):
+    """A row of a deep multimodal model that is called with an image and text, and then with two images and more text.
+
+    Its layers are counted by the shapes of their parameters, and its regions are counted in each of the two calls: the
+    row has the smaller number.
+
+    Args:
+        num_plain_graphs: graphs that `torch.compile` with the same inner compiler has for the first call.
+        num_later_graphs: graphs that the second call adds.
+    """
+
+    num_plain_graphs: int = 0
+    num_later_graphs: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.coverage.forms import FORMS, Form
-from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, PackageRow, VersionRow
+from benchmarks.coverage.rows import (
+    EAGER_FACTOR,
+    NOT_INSTALLED,
+    TOLERANCE,
+    CoverageRow,
+    MultimodalRow,
+    PackageRow,
+    VersionRow,
+)
 
 __all__ = ["coverage_page"]
 
 
 def coverage_page(
-    rows: Sequence[CoverageRow], packaged: Sequence[PackageRow], by_version: Sequence[VersionRow], versions: str
+    rows: Sequence[CoverageRow],
+    packaged: Sequence[PackageRow],
+    by_version: Sequence[VersionRow],
+    multimodal: Sequence[MultimodalRow],
+    versions: str,
 ) -> str:
     """The whole page.
 
@@ -19,6 +31,7 @@ def coverage_page(
         rows: of families and spellings.
         packaged: of layers as their packages ship them.
         by_version: of a few families in several versions of transformers.
+        multimodal: of deep models with images.
         versions: of transformers and torch, in words.
     """
     families = [row for row in rows if row.kind == "family"]
@@ -50,6 +63,7 @@ def coverage_page(
             *_table(families),
             "",
             *_versions(by_version),
+            *_multimodal(multimodal),
             "## Hand-written spellings",
             "",
             *_table(spellings),
@@ -77,6 +91,37 @@ def coverage_page(
             *_packages(packaged),
         ]
     )
+
+
+def _multimodal(rows: Sequence[MultimodalRow]) -> list[str]:
+    """The section of deep models with images."""
+    head = ["| name | built as | whole | layers | chunked | graphs | torch.compile | second call | error |"]
+    return [
+        "## Deep multimodal models with images",
+        "",
+        "Written by `python -m benchmarks.coverage --multimodal`. 14 text layers and 3 vision layers, `use_cache` at "
+        "its default, one training step with an image and text, and a second one with two "
+        "images and more text. Layers are counted by the shapes of their parameters.",
+        "",
+        "* *chunked*: regions run in a step, the smaller number of both steps.",
+        "* *graphs*: those of the first step; *torch.compile*: those of plain `torch.compile` for the same step; "
+        "*second call*: graphs that the second step adds.",
+        "",
+        *head,
+        "|---" * 9 + "|",
+        *(_multimodal_cells(row) for row in rows),
+        "",
+        *_reasons(rows),
+        "",
+    ]
+
+
+def _multimodal_cells(row: MultimodalRow) -> str:
+    mark = "yes" if row.is_whole else "partly" if row.num_raised else "no"
+    layers = (row.num_layers, row.num_raised)
+    graphs = (row.num_graphs, row.num_plain_graphs, row.num_later_graphs)
+    cells = (row.name, row.built or "not built", mark, *layers, *graphs, _error(row))
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _versions(rows: Sequence[VersionRow]) -> list[str]:

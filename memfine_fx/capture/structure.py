@@ -63,9 +63,12 @@ def moe_layers(model: torch.nn.Module) -> list[str]:
     Experts are E modules or parameters of the same shapes in a list, or parameters [E,...] of three or more dimensions.
     The layer is the module that holds them, or one of the two around it: the innermost one that also holds a matrix
     with E rows or columns. A router without such a matrix (hash routing) is not seen.
+
+    A matrix in another such layer is no router of what lies around it: E equal blocks of a vision tower are no experts
+    of the model that has the tower and MoE layers.
     """
     modules = dict(model.named_modules())
-    layers: dict[str, None] = {}
+    layers: dict[str, list[tuple[int, set[int]]]] = {}
     for path, module in modules.items():
         for num_experts, experts in _experts_in(module):
             around = [
@@ -75,11 +78,24 @@ def moe_layers(model: torch.nn.Module) -> list[str]:
             inside = {id(parameter) for parameter in experts}
             layer = next((each for each in around if _has_router(modules[each], num_experts, inside)), None)
             if layer is not None:
-                layers[layer] = None
-    return list(layers)
+                layers.setdefault(layer, []).append((num_experts, inside))
+    of_inner: dict[str, set[int]] = {}
+    for path in sorted(layers, key=lambda path: path.count("."), reverse=True):
+        other = set().union(*(ids for inner, ids in of_inner.items() if not path or inner.startswith(f"{path}.")))
+        if any(_has_router(modules[path], num_experts, inside | other) for num_experts, inside in layers[path]):
+            of_inner[path] = {id(parameter) for parameter in modules[path].parameters()}
+    return [path for path in layers if path in of_inner]
 
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+_CONVOLUTIONS = (
+    torch.nn.Conv1d,
+    torch.nn.Conv2d,
+    torch.nn.Conv3d,
+    torch.nn.ConvTranspose1d,
+    torch.nn.ConvTranspose2d,
+    torch.nn.ConvTranspose3d,
+)
 
 
 def _experts_in(module: torch.nn.Module) -> Iterator[tuple[int, list[torch.nn.Parameter]]]:
@@ -94,7 +110,7 @@ def _experts_in(module: torch.nn.Module) -> Iterator[tuple[int, list[torch.nn.Pa
             ]
             if owned[0] and len({tuple(parameter.shape for parameter in each) for each in owned}) == 1:
                 yield len(entries), [parameter for each in owned for parameter in each]
-    if not type(module).__module__.startswith("torch.nn."):  # kernels of a convolution
+    if not (type(module).__module__.startswith("torch.nn.") or isinstance(module, _CONVOLUTIONS)):
         for parameter in module.parameters(recurse=False):
             if parameter.ndim > 2 and parameter.shape[0] > 1:
                 yield parameter.shape[0], [parameter]

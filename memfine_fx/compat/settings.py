@@ -102,7 +102,7 @@ def ignoring_debug_logging() -> contextlib.AbstractContextManager[object]:
 
 RECOMPILE_LIMIT = _setting(
     _DYNAMO,
-    {"recompile_limit": 8},
+    {"recompile_limit": 8, "accumulated_recompile_limit": 256},
     purpose="models of many equal layers whose graphs break between these: each is a compilation of the same code",
     fallback="Where graphs break between equal layers, Dynamo compiles the first eight; the others run as written, and "
     "the report counts them.",

@@ -20,7 +20,6 @@ import threading
 import types
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +45,13 @@ from memfine_fx.capture.ranks import captured_on_ranks, kept_whole
 from memfine_fx.capture.structure import FoundAgain, may_hold_experts
 from memfine_fx.compat.interpreter import calling_code
 from memfine_fx.compat.nn import plain_call, set_compiled_call
-from memfine_fx.compat.settings import RECOMPILE_LIMIT, ignoring_debug_logging
+from memfine_fx.compat.settings import ignoring_debug_logging
+from memfine_fx.compiler.recompile_limit import RecompileLimit
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
+    from memfine_fx.compiler.captured_graph import CapturedGraph
     from memfine_fx.compiler.session import Session
 
 __all__ = ["OptimizedCall", "Options", "captured", "optimize_in_place", "optimized_call", "restored"]
@@ -373,7 +374,7 @@ def captured(
 
     @functools.wraps(compiled)
     def call_prepared(place: int, *args: Any, **kwargs: Any) -> Any:
-        with parts.current().prepared(kwargs):
+        with parts.current().prepared(kwargs, session.graphs):
             return compiled(place, *args, **kwargs)
 
     return call_prepared
@@ -394,19 +395,11 @@ class _SpecialParts:
         self._forward_wrappers, self._recorded = ForwardWrappers(model), RecordedOutputs(model)
         self._embeddings, self._uncached = WantedInputGradients(model), UncachedTables(model)
         self._in_4_bits = traced_layers(model)
-        # Where graphs break between layers, the copies of a layer are compilations of one code. Experts alone are not
-        # counted: there are hundreds, and a limit that is never reached would let a model compile in every step.
-        copies = Counter(type(module) for module in model.modules() if may_hold_experts(module))
-        self._num_copies = max(copies.values(), default=0)
-
-    @property
-    def _recompile_limit(self) -> int:
-        """Return how often one code may be compiled: the user's limit beyond one compilation for each copy."""
-        return int(RECOMPILE_LIMIT.config.recompile_limit) + self._num_copies
+        self._limit = RecompileLimit(model)
 
     @contextlib.contextmanager
-    def prepared(self, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """For one call with these arguments."""
+    def prepared(self, kwargs: Mapping[str, Any], graphs: Sequence[CapturedGraph]) -> Iterator[None]:
+        """For one call with these arguments, of a model that was compiled to these graphs until now."""
         self._embeddings.prepare()
         with (
             self._forward_wrappers.unpatched(),
@@ -415,7 +408,7 @@ class _SpecialParts:
             self._uncached.installed(),
             self._in_4_bits.installed(),
             ignoring_debug_logging(),
-            RECOMPILE_LIMIT.applied({"recompile_limit": self._recompile_limit}),
+            self._limit.applied(graphs),
             kept_whole(),
         ):
             yield

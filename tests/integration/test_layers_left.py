@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from memfine_fx.compat.settings import RECOMPILE_LIMIT
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE
 from memfine_fx.models.naive import NaiveConfig, NaiveMoE
 from memfine_fx.report.reports import first_step_line
+from memfine_fx.runtime import op
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
 LAYERS, HIDDEN = 11, 8
@@ -110,6 +112,33 @@ def test_a_list_of_modules_that_nothing_runs_is_no_layer() -> None:
     memfine_fx.optimize(model, inner_backend="aot_eager")
     model(torch.randn(13, HIDDEN)).sum().backward()
     assert [region.status for region in memfine_fx.report(model).regions] == ["chunked"]
+
+
+def test_each_layer_is_chunked_in_every_kind_of_call() -> None:
+    """Each layer is compiled with and without gradients, for one number of tokens and then for any."""
+    model, reference, _ = trained()
+    for is_training, num_tokens in ((False, 13), (True, 29), (False, 31), (False, 47)):
+        hidden = torch.randn(num_tokens, HIDDEN)
+        with torch.set_grad_enabled(is_training), mock.patch.object(op, "run_forward", wraps=op.run_forward) as run:
+            assert relative_error(model(hidden), reference(hidden)) < FP32_TOLERANCE
+        assert run.call_count >= LAYERS, (is_training, num_tokens)
+
+
+class Changing(Block):
+    """A layer that Dynamo compiles in each call anew."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        return super().forward(hidden)
+
+
+def test_a_model_that_is_one_graph_is_compiled_no_more_often_for_its_layers() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(*map(Changing, range(4)))
+    memfine_fx.optimize(model, inner_backend="aot_eager")
+    for _ in range(16):
+        model(torch.randn(13, HIDDEN))
+    assert memfine_fx.report(model).num_graphs == 8 + len(model)
 
 
 def test_layers_that_have_not_run_are_counted_until_they_do() -> None:
@@ -226,9 +255,31 @@ def test_under_the_backends_name_the_hint_is_dynamos_limit() -> None:
     assert len(left) == LAYERS - 8 and all("recompile_limit" in (region.hint or "") for region in left)
 
 
+class Kernels(nn.Conv1d):
+    """A convolution with a class of its own, as audio encoders have."""
+
+
+class Towered(nn.Module):
+    """A tower with as many equal blocks as there are experts in a layer outside of the tower."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.tower = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))})
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.tower["blocks"]:
+            hidden = hidden + block(hidden).tanh()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
 @pytest.mark.parametrize(
     ("layer", "paths"),
     [
+        (lambda: nn.ModuleDict({"model": Towered([Block(0), Block(1)])}), ["model.layers.0.mlp", "model.layers.1.mlp"]),
+        (lambda: nn.Sequential(nn.ModuleDict({"a": Kernels(HIDDEN, 1, 3), "b": nn.Linear(HIDDEN, 1)})), []),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv2d(4, 4, 3)), []),
         (
             lambda: nn.ModuleDict(
@@ -278,3 +329,25 @@ class Cut(nn.Module):
 def test_a_layer_that_is_cut_behind_its_router_is_counted_once() -> None:
     report = step_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Cut(), nn.Linear(HIDDEN, HIDDEN), Cut()))
     assert [(region.status, region.where.module) for region in report.regions] == [("chunked", "1"), ("chunked", "3")]
+
+
+class Half(Cut):
+    """A layer of which a graph has the router, and none the experts."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def experts(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = (hidden.repeat_interleave(2, 0).unsqueeze(1) @ self.up[ids.flatten()]).relu() @ self.down[ids.flatten()]
+        return (rows.view(-1, 2, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(self.gate(hidden).softmax(-1), 2)
+        return hidden + self.experts(hidden, weights, ids)
+
+
+def test_a_layer_that_is_cut_and_not_chunked_counts_also_in_a_model_with_a_tower() -> None:
+    with pytest.warns(UserWarning, match="1 of 2 MoE layers chunked"):
+        report = step_of(nn.Sequential(Towered([Block(0), Half()])))
+    assert {(region.status, region.where.module) for region in report.regions} == {
+        ("chunked", "0.layers.0.mlp.experts"),
+        ("refused", "0.layers.1.gate"),
+    }
