@@ -205,12 +205,10 @@ def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]
             kinds |= {type(layer) for layer, model in around if layer is not model}
     layers = [(path, f"{path}.") for modules in models for path in moe_layers(modules[""])]
     reports = _without_cut_routers(reports, layers)
-    read_by_any = frozenset(map(id, (alive for graph in session.graphs for alive in graph.alive_parameters())))
     explained = {report.where.module for report in reports}
-    unread = [path for modules in models if has_run for path in _unread_layers(modules, kinds, read_by_any)]
-    details = "no compiled graph reads its parameters"
-    refusals = [Refusal(Where(path, ""), Reason.NOT_CAPTURED, details) for path in unread if path not in explained]
-    return reports + list(map(outcome_report, refusals))
+    graphs = [read for graph in session.graphs for read in graph.parameter_ids_by_caller]
+    unread = [item for modules in models if has_run for item in _unread_layers(modules, kinds, graphs, explained)]
+    return reports + list(map(outcome_report, unread))
 
 
 def _paths_of(path: str, modules: Mapping[str, torch.nn.Module], read: frozenset[int]) -> list[str]:
@@ -244,16 +242,35 @@ def _without_cut_routers(reports: Sequence[RegionReport], layers: Sequence[tuple
 
 
 def _unread_layers(
-    modules: Mapping[str, torch.nn.Module], kinds: Collection[type[torch.nn.Module]], read: frozenset[int]
-) -> list[str]:
-    """Return the paths of layers of which no graph reads a parameter: of chunked kinds, and what looks like one."""
-    model = modules[""]
+    modules: Mapping[str, torch.nn.Module],
+    kinds: Collection[type[torch.nn.Module]],
+    graphs: Sequence[frozenset[int]],
+    explained: Collection[str],
+) -> list[Refusal]:
+    """Return refusals of layers that no graph reads: of chunked kinds, and what looks like a layer.
+
+    Args:
+        modules: of a model, by path.
+        kinds: classes of layers that are chunked.
+        graphs: ids of the parameters that each graph reads in each of its calls.
+        explained: paths that have a report.
+    """
+    model, read = modules[""], frozenset[int]().union(*graphs)
     # What FSDP2 gathers for a layer's call is no parameter of the model.
     if any(map(is_sharded, model.parameters())) or (read and not _reads(read, model)):
         return []
-    layers = [*moe_layers(model), *(path for path, module in modules.items() if type(module) in kinds)]
-    unread = [path for path in dict.fromkeys(layers) if not _reads(read, modules[path])]
-    return [path for path in unread if not any(path.startswith(f"{other}.") for other in unread)]
+    looks, of_kinds = moe_layers(model), [path for path, module in modules.items() if type(module) in kinds]
+    unread: dict[str, Refusal] = {}
+    for path in dict.fromkeys([*looks, *of_kinds]):
+        ids, where = frozenset(map(id, modules[path].parameters())), Where(path, "")
+        has_report = any(other == path or other.startswith(f"{path}.") or not path for other in explained)
+        if read.isdisjoint(ids):
+            unread[path] = Refusal(where, Reason.NOT_CAPTURED, "no compiled graph reads its parameters")
+        elif path in looks and not has_report and not any(ids <= graph for graph in graphs):
+            details = "no compiled graph reads all of its parameters, and none that reads some holds its routing"
+            unread[path] = Refusal(where, Reason.NOT_CAPTURED, details)
+    outermost = [path for path in unread if not any(path.startswith(f"{other}.") for other in unread)]
+    return [unread[path] for path in outermost if path not in explained]
 
 
 def dynamo_reasons(session: Session) -> str:

@@ -160,6 +160,12 @@ class Breaking(nn.Module):
         result: torch.Tensor = self.inner(hidden)
         return result
 
+    @staticmethod
+    def apply_to(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        result: torch.Tensor = module(rows)
+        return result
+
 
 class Counting(Block):
     """A layer that adds to a buffer, which a checkpoint around it replays."""
@@ -351,3 +357,26 @@ def test_a_layer_that_is_cut_and_not_chunked_counts_also_in_a_model_with_a_tower
         ("chunked", "0.layers.0.mlp.experts"),
         ("refused", "0.layers.1.gate"),
     }
+
+
+class Apart(nn.Module):
+    """A layer whose frame Dynamo gives up on, while its experts' are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, 6), nn.Linear(6, HIDDEN)) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(self.gate(hidden).softmax(-1), 2)
+        total = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows, choices = torch.where(ids == number)
+            total.index_add_(0, rows, Breaking.apply_to(expert, hidden[rows]) * weights[rows, choices, None])
+        return total
+
+
+def test_a_layer_of_which_only_experts_are_compiled_is_counted() -> None:
+    with pytest.warns(UserWarning, match="1 of 2 MoE layers chunked.*layers.1: no compiled graph reads all"):
+        report = step_of(Deep([Block(0), Apart()]))
+    assert [(region.status, region.where.module) for region in report.regions[1:]] == [("refused", "layers.1")]
