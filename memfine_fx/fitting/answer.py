@@ -18,6 +18,7 @@ from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.devices import CUDA_TERMS, CudaTerm, device_bytes
 from memfine_fx.fitting.models import expert_tensors, fake_model, held_tensors, loaded_config, num_parameters
+from memfine_fx.fitting.progress import stages
 from memfine_fx.fitting.recording import PLANS, UNIFORM_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup, Train, optimizer_bytes
@@ -64,7 +65,14 @@ class Question:
 
     @property
     def memory_bytes(self) -> int | None:
-        return device_bytes(self.gpu) if self.gpu is not None else parse_budget(self.memory)
+        if self.gpu is not None:
+            return device_bytes(self.gpu)
+        try:
+            return parse_budget(self.memory)
+        except ConfigError as error:
+            raise ConfigError(
+                f"memory={self.memory!r} is not understood; expected an int of bytes, or text such as '80GiB'"
+            ) from error
 
     @property
     def terms(self) -> tuple[CudaTerm, ...]:
@@ -81,12 +89,16 @@ def answer(source: object, setup: Setup, question: Question, config: Config) -> 
     """Return the answer of `memfine_fx.fit`."""
     question.memory_bytes  # noqa: B018  # an unknown device is named before anything is recorded
     source = loaded_config(source)
+    stages.info("building %s of fake tensors", _name(source))
     analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing)
+    stages.info("searching the largest sizes that fit")
     report = report_of(source, analysis, how, question)
     if question.compares:
+        stages.info("recording the same step without memfine_fx")
         report = dataclasses.replace(report, alternatives=_alternatives(source, setup, config, question))
     if report.fits is not False:
         return report
+    stages.info("searching changes that would fit")
     changed = Changed(
         analysis,
         functools.partial(_with_optimizer, source, analysis),
@@ -135,6 +147,7 @@ def _analysed(
     whole = fake_model(source, setup, _mode())
     static = _static_bytes(whole, setup)
     stack = find_stack(whole)
+    stages.info("model built: %s parameters, %s", f"{static.num_parameters:,}", _repeats_in_words(stack))
     config = dataclasses.replace(config, memory_budget=_budget_of_step(setup, static))
     if stack is not None and not config.has_budget:
         fewest = fewest_repeats(stack.unit)
@@ -147,6 +160,7 @@ def _analysed(
     mode = _mode()
     # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
     reads: Reads = "code" if stack is None and shares is None else "graph"
+    stages.info("recording a step of all layers, from the %s", "code of Inductor" if reads == "code" else "graph")
     record = record_step(fake_model(source, setup, mode), setup, mode, config, reads, shares, plans)
     return Analysis((record,), 0, static, setup, config, has_even_routing), True
 
@@ -155,6 +169,12 @@ def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
     """Return the budget less the fp32 copies of parameters, which the pipeline does not count."""
     budget = parse_budget(setup.budget)
     return setup.budget if budget is None else max(1, budget - static.optimizer.masters)
+
+
+def _repeats_in_words(stack: Stack | None) -> str:
+    if stack is None:
+        return "no layers that are repeated five times"
+    return f"{stack.repeats} equal units of {stack.unit} layer(s)"
 
 
 def _mode() -> FakeTensorMode:
@@ -167,6 +187,7 @@ def _recorded(
     mode = _mode()
     model = fake_model(source, setup, mode)
     shortened(model, stack, repeats)
+    stages.info("recording a step of %d of the %d equal units of layers", repeats, stack.repeats)
     return record_step(model, setup, mode, config, "graph", shares, UNIFORM_PLANS)
 
 

@@ -84,7 +84,7 @@ class Setup:
         if self.seq < 2:
             raise ConfigError(f"seq={self.seq}: a language model's loss needs two tokens")
         if isinstance(self.budget, float):
-            raise ConfigError(f"budget={self.budget!r}: there is no device to take a fraction of; give bytes")
+            raise ConfigError(f"memory_budget={self.budget!r}: there is no device to take a fraction of; give bytes")
         parse_budget(self.budget)
 
     @property

@@ -178,7 +178,8 @@ def test_a_model_that_predicts_no_next_token_is_named() -> None:
         (dict(dtype="int4"), "dtype='int4' is unknown"),
         (dict(optimizer="adam9"), "optimizer='adam9' is unknown"),
         (dict(memory=0.5), "memory=0.5: there is no device"),
-        (dict(memory_budget=0.5), "budget=0.5: there is no device"),
+        (dict(memory="eightyGB"), "memory='eightyGB' is not understood; expected an int of bytes, or text such as"),
+        (dict(memory_budget=0.5), "memory_budget=0.5: there is no device"),
         (dict(device="tpu"), "device='tpu' is unknown"),
     ],
 )
