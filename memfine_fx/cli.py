@@ -168,6 +168,7 @@ def _add_fit(commands: Any) -> None:
     )
     fitted.add_argument("--html", metavar="FILE", help="one file with a chart and sliders for sizes and memory")
     fitted.add_argument("--json", action="store_true", help="the answer as JSON, without progress")
+    fitted.add_argument("--no-cache", action="store_true", help="do not show the stored answer of an earlier run")
     fitted.add_argument("-q", "--quiet", action="store_true", help="no progress")
     fitted.set_defaults(run=_fit)
 
@@ -218,30 +219,32 @@ def _fit(options: argparse.Namespace) -> int:
 def _fit_report(options: argparse.Namespace) -> FitReport:
     _check_bytes("--memory", options.memory)
     _check_bytes("--budget", options.budget, "least")
-    from memfine_fx.api import fit
+    from memfine_fx.config import Config
+    from memfine_fx.fitting.answer import Question, answer
+    from memfine_fx.fitting.setup import Setup
+    from memfine_fx.fitting.stored import answer_or_stored
 
-    path, _, name = options.model.rpartition(":")
-    source = _factory(path, name) if path.endswith(".py") and Path(path).exists() else options.model
-    return fit(
-        source,
-        memory=options.memory,
-        gpu=options.gpu,
-        batch=options.batch,
-        seq=options.seq,
-        train=options.train,
-        lora_r=options.lora_r,
-        targets=options.targets,
-        dtype=options.dtype,
-        optimizer=options.optimizer,
-        master_weights=options.master_weights,
-        checkpointing=options.checkpointing,
-        memory_budget=options.budget,
-        fsdp=options.fsdp,
-        expert_parallel=options.expert_parallel,
-        device=options.device,
-        has_even_routing=options.even_routing,
-        alternatives=options.alternatives,
+    setup = Setup(
+        options.batch,
+        options.seq,
+        options.train,
+        options.lora_r,
+        tuple(options.targets),
+        options.dtype,
+        options.optimizer,
+        options.master_weights,
+        options.checkpointing,
+        options.budget,
+        options.fsdp,
+        options.expert_parallel,
+        options.device,
     )
+    question = Question(options.memory, options.gpu, options.device, options.even_routing, options.alternatives)
+    path, _, name = options.model.rpartition(":")
+    if path.endswith(".py") and Path(path).exists():
+        return answer(_factory(path, name), setup, question, Config.from_environment())
+    is_new = options.no_cache or options.html is not None
+    return answer_or_stored(options.model, setup, question, Config.from_environment(), is_new=is_new)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:

@@ -13,6 +13,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+import sympy
+import torch
 from torch import fx
 
 from memfine_fx.compat.functorch import (
@@ -67,11 +69,19 @@ class Recorder(Observer):
         super().__init__(runs_here=runs_here)
         self.reads, self.plans = reads, tuple(plans)
         self.recorded: dict[CapturedGraph, dict[str, GraphStep]] = {}
+        self._inputs: dict[CapturedGraph, Sequence[Any]] = {}
+
+    def guards_on_sizes(self, step: GraphStep) -> tuple[sympy.Basic, ...]:
+        """Return the conditions on a graph's symbols under which its record holds, as far as they are known by now."""
+        inputs = next((inputs for record, inputs in self._inputs.items() if record.step is step), ())
+        size = next((size for size in inputs if isinstance(size, torch.SymInt)), None)
+        return () if size is None else tuple(guard.expr for guard in size.node.shape_env.guards)
 
     def on_lowered(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], session: Session, record: CapturedGraph
     ) -> Callable[..., Any] | None:
         _stages.info("graph captured: %d layers chunked", len(record.lowered))
+        self._inputs[record] = inputs
         graph = RecordedGraph if record.lowered else _PlainGraph
         return graph(graph_module, inputs, session, record, self).__call__
 
@@ -104,6 +114,7 @@ class PlainRecorder(Recorder):
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], session: Session, record: CapturedGraph
     ) -> Callable[..., Any] | None:
         _stages.info("graph captured, as torch.compile takes it")
+        self._inputs[record] = inputs
         return _PlainGraph(graph_module, inputs, session, record, self).__call__
 
 

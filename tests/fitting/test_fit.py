@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 import memfine_fx
 from memfine_fx.cli import main
@@ -321,6 +324,23 @@ def test_sizes_that_the_code_fixes_are_not_answered() -> None:
     assert step.sized("asked", 5, 64)[0].sizes == {"s1": 5}
     with pytest.raises(ConfigError, match="seq=65: the model's code fixes it in its graphs, recorded with 64"):
         step.sized("asked", 2, 65)
+
+
+@pytest.mark.parametrize(
+    ("guard", "has_seq"),
+    [
+        (lambda seq: sympy.Eq(FloorDiv(seq, 64), 2), False),  # a loop over blocks of 64 tokens
+        (lambda seq: sympy.Eq(Mod(seq, 64), 0), True),
+        (lambda seq: seq > 100, True),  # a sliding window that is narrower
+        (lambda seq: seq <= 4096, True),
+        (lambda seq: sympy.Ne(seq * sympy.Symbol("u0"), 0), True),  # a size that only data decide
+    ],
+)
+def test_a_length_that_guards_fix_is_no_free_one(guard: Callable[[sympy.Symbol], sympy.Basic], has_seq: bool) -> None:
+    seq = sympy.Symbol("s2", integer=True, positive=True)
+    run = RunMemory(GraphStep(), {"s1": 2, "s2": 128})
+    step = RecordedStep({"asked": (run,)}, 2, 128, (), (), "", guards=((guard(seq),),))
+    assert step.has_batch and step.has_seq is has_seq
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[torch.nn.Parameter]:
