@@ -128,6 +128,14 @@ def _add_fit(commands: Any) -> None:
     fitted.add_argument(
         "--seq", "--max-length", type=_positive, default=4096, metavar="TOKENS", help="tokens of each sequence"
     )
+    fitted.add_argument(
+        "--accumulate",
+        "--gradient-accumulation-steps",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="micro-batches whose gradients are added before the optimizer steps",
+    )
     fitted.add_argument("--train", choices=("full", "lora", "qlora"), default="full", help="what is trained")
     fitted.add_argument("--lora-r", type=_positive, default=16, metavar="RANK", help="rank of the adapters")
     fitted.add_argument(
@@ -136,7 +144,16 @@ def _add_fit(commands: Any) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help="linear layers with adapters; all but the head without",
+        help="linear layers with adapters, or expert weights such as mlp.experts.gate_up_proj; without, all linear "
+        "layers but the head",
+    )
+    fitted.add_argument(
+        "--lora-target-parameters",
+        dest="target_parameters",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="more of them, by PEFT's name for expert weights",
     )
     fitted.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of parameters")
     fitted.add_argument(
@@ -229,7 +246,7 @@ def _fit_report(options: argparse.Namespace) -> FitReport:
         options.seq,
         options.train,
         options.lora_r,
-        tuple(options.targets),
+        (*options.targets, *options.target_parameters),
         options.dtype,
         options.optimizer,
         options.master_weights,
@@ -238,6 +255,7 @@ def _fit_report(options: argparse.Namespace) -> FitReport:
         options.fsdp,
         options.expert_parallel,
         options.device,
+        options.accumulate,
     )
     question = Question(options.memory, options.gpu, options.device, options.even_routing, options.alternatives)
     path, _, name = options.model.rpartition(":")

@@ -166,9 +166,10 @@ def _analysed(
 
 
 def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
-    """Return the budget less the fp32 copies of parameters, which the pipeline does not count."""
+    """Return the budget less what the recorded step does not have: fp32 copies of parameters, earlier gradients."""
     budget = parse_budget(setup.budget)
-    return setup.budget if budget is None else max(1, budget - static.optimizer.masters)
+    earlier = static.trained if setup.accumulate > 1 else 0
+    return setup.budget if budget is None else max(1, budget - static.optimizer.masters - earlier)
 
 
 def _repeats_in_words(stack: Stack | None) -> str:

@@ -142,6 +142,7 @@ class FitReport:
     def _answer(self) -> list[str]:
         shown, setup = self.shown, self.setup
         what = f"{self.model}, {TRAININGS[setup.train]} training in {setup.dtype}, {setup.batch} x {setup.seq:,} tokens"
+        what += f" in each of {setup.accumulate} micro-batches" if setup.accumulate > 1 else ""
         needs = shown.num_bytes + self.beside_bytes
         peak = f"its peak is {_readable(needs)}, in the {shown.where}"
         if self.fits is None:
@@ -235,6 +236,7 @@ def page(report: FitReport) -> str:
     setup = report.setup
     about = f"{TRAININGS[setup.train]} training in {setup.dtype} with {setup.optimizer}"
     about += ", gradient checkpointing of layers" if setup.checkpointing else ""
+    about += f", {setup.accumulate} accumulated micro-batches" if setup.accumulate > 1 else ""
     return Template(files.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         model=escape(report.model),
         about=escape(about),

@@ -88,6 +88,7 @@ def test_the_same_question_is_answered_once_and_in_full(asked: list[Setup], tmp_
         dict(checkpointing=True),
         dict(budget="1GiB"),
         dict(fsdp=2),
+        dict(accumulate=2),
         dict(expert_parallel=2),
         dict(device="cuda"),
     ],
