@@ -75,6 +75,8 @@ class Analysis:
         static: its bytes, of the whole model.
         has_even_routing: rows are spread evenly over experts; otherwise one expert gets a row of every token.
         stack: the repeated layers; None where the model was recorded whole.
+        of_one_sequence: the same for a batch of one, whose code differs from that for all others; None where that was
+            not recorded.
     """
 
     records: tuple[RecordedStep, ...]
@@ -84,6 +86,12 @@ class Analysis:
     config: Config
     has_even_routing: bool = False
     stack: Stack | None = None
+    of_one_sequence: Analysis | None = None
+
+    @property
+    def for_own_batch(self) -> Analysis:
+        """Return the analysis that is closest to the setup's batch, at every sequence length."""
+        return self.of_one_sequence if self.of_one_sequence is not None and self.setup.batch == 1 else self
 
     def total(self, plan: str, batch: int, seq: int, rows: int | None = None) -> StepTotal:
         """Return the peak of a whole step.

@@ -154,6 +154,8 @@ def record_step(
     reads: Reads,
     shares: tuple[float, ...] | None = None,
     plans: tuple[str, ...] = PLANS,
+    *,
+    is_of_one_sequence: bool = False,
 ) -> RecordedStep:
     """Record forward and backward of a fake model as a causal language model.
 
@@ -164,6 +166,7 @@ def record_step(
         shares: where the step is recorded as torch.compile takes it, for which values of functorch's
             `activation_memory_budget` beside 1; None where memfine_fx compiles it.
         plans: recorded beside "asked" where there are no shares; see `Recorder`.
+        is_of_one_sequence: record one sequence as it is; the record holds for no other batch.
 
     Returns:
         Its runs by plan: "asked" and `plans`; with shares those of torch.compile alone, "asked" and each share.
@@ -173,7 +176,7 @@ def record_step(
         MemfineError: nothing of it could be captured.
     """
     # NOTE: a size of 1 is no symbol, and equal sizes are one symbol. Records hold for all sizes, so others stand in.
-    batch = max(2, setup.batch)
+    batch = 1 if is_of_one_sequence else max(2, setup.batch)
     seq = setup.seq + 1 if setup.seq == batch else setup.seq
     runs_here = setup.device == "cpu"
     recorder = (

@@ -48,7 +48,7 @@ def answer_or_stored(source: object, setup: Setup, question: Question, config: C
     source = loaded_config(source)
     key = key_of(source, setup, question, config)
     if key is None:
-        return answer(source, setup, question, config)
+        return answer(source, setup, question, config, in_parallel=True)
     if not is_new:
         stored: FitReport | None = load_measurement(
             _file_name(key), lambda fields: decoded(fields, key, setup, question)
@@ -56,7 +56,7 @@ def answer_or_stored(source: object, setup: Setup, question: Question, config: C
         if stored is not None:
             stages.info("the same question was answered before: the stored answer is shown")
             return stored
-    report = answer(source, setup, question, config)
+    report = answer(source, setup, question, config, in_parallel=True)
     save_measurement(_file_name(key), {"key": key, **encoded(report)})
     return report
 

@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Setup]:
     pytest.importorskip("transformers")
     setups: list[Setup] = []
 
-    def answer(source: object, setup: Setup, question: Question, config: Config) -> FitReport:
+    def answer(source: object, setup: Setup, question: Question, config: Config, *, in_parallel: bool) -> FitReport:
         setups.append(setup)
         return report_for(setup, question)
 
