@@ -153,6 +153,7 @@ def fit(
     device: Literal["cpu", "cuda"] = "cpu",
     has_even_routing: bool = False,
     alternatives: bool = False,
+    accumulate: int = 1,
     config: Config | None = None,
 ) -> FitReport:
     """Whether a causal language model trains within so many bytes, from its config: nothing is allocated or run.
@@ -168,7 +169,8 @@ def fit(
         gpu: the device's name instead, such as "h100"; `memfine_fx.fitting.devices` has the table.
         batch, seq: sequences, and tokens of each.
         train: "full"; "lora" by PEFT; "qlora", with frozen weights in 4 bits (NF4) by bitsandbytes.
-        lora_r, targets: rank of the adapters, and names of the linear layers that get one; () for all but the head.
+        lora_r, targets: rank of the adapters, and names of the linear layers or of the expert weights with one, such
+            as "q_proj" or "mlp.experts.gate_up_proj"; () for all linear layers but the head.
         dtype: of parameters: "fp32", "bf16" or "fp16". A module, or what a callable makes, keeps its own.
         optimizer: "adamw", "adafactor" or "sgd" (without momentum), as torch has them, or bitsandbytes' "adamw8bit".
         master_weights: fp32 copies of low-precision parameters, which the optimizer works on.
@@ -180,6 +182,7 @@ def fit(
         has_even_routing: experts get equal numbers of rows; otherwise one expert may get a row of every token.
         alternatives: also record the same step without us (plain, with gradient checkpointing, under torch.compile's
             `activation_memory_budget`), and with LoRA and QLoRA where nothing fits; takes two to four times as long.
+        accumulate: micro-batches of `batch` sequences whose gradients are added before the optimizer steps.
         config: options of `optimize`.
 
     Returns:
@@ -206,6 +209,7 @@ def fit(
         fsdp,
         expert_parallel,
         device,
+        accumulate,
     )
     question = Question(memory, gpu, device, has_even_routing, alternatives)
     return answer(model_or_config, setup, question, _merged(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import sys
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from memfine_fx.config import Config
+    from memfine_fx.fitting.report import FitReport
 
 __all__ = ["main"]
 
@@ -38,11 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["plan"] and arguments[1:2] and arguments[1] in _PLANNERS:
         return _run_planner(arguments[1:])
     options = _parser().parse_args(arguments)
-    from memfine_fx.errors import MemfineError
-
     try:
         return int(options.run(options))
-    except MemfineError as error:
+    except Exception as error:
+        from memfine_fx.errors import MemfineError  # loads torch, which the first line of `fit` does not wait for
+
+        if not isinstance(error, MemfineError):
+            raise
         print(f"memfine: {error}", file=sys.stderr)
         return 2
 
@@ -107,24 +111,71 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fit(commands: Any) -> None:
-    fitted = commands.add_parser("fit", help="whether a model trains within so many bytes, from its config alone")
+    fitted = commands.add_parser(
+        "fit",
+        help="whether a model trains within so many bytes, from its config alone",
+        formatter_class=_DefaultsShown,
+        epilog="Progress goes to stderr, the answer to stdout. Status 1: it does not fit the memory.",
+    )
     fitted.add_argument(
         "model", help="a folder, a config.json, a model type, a hub name, or path/to/file.py:factory of a module"
     )
-    fitted.add_argument("--memory", help="of the device, e.g. 80GiB")
+    fitted.add_argument("--memory", metavar="BYTES", help="memory of the device, e.g. 80GiB")
     fitted.add_argument("--gpu", help="the device by its name, e.g. h100, rtx-4090, mi300x")
-    fitted.add_argument("--batch", type=int, default=1)
-    fitted.add_argument("--seq", type=int, default=4096)
-    fitted.add_argument("--train", choices=("full", "lora", "qlora"), default="full")
-    fitted.add_argument("--lora-r", type=int, default=16)
-    fitted.add_argument("--targets", nargs="+", default=(), help="linear layers with adapters; all but the head")
-    fitted.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
-    fitted.add_argument("--optimizer", choices=("adamw", "adamw8bit", "sgd", "adafactor"), default="adamw")
+    fitted.add_argument(
+        "--batch", "--per-device-train-batch-size", type=_positive, default=1, metavar="N", help="sequences in a step"
+    )
+    fitted.add_argument(
+        "--seq", "--max-length", type=_positive, default=4096, metavar="TOKENS", help="tokens of each sequence"
+    )
+    fitted.add_argument(
+        "--accumulate",
+        "--gradient-accumulation-steps",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="micro-batches whose gradients are added before the optimizer steps",
+    )
+    fitted.add_argument("--train", choices=("full", "lora", "qlora"), default="full", help="what is trained")
+    fitted.add_argument("--lora-r", type=_positive, default=16, metavar="RANK", help="rank of the adapters")
+    fitted.add_argument(
+        "--targets",
+        "--lora-target-modules",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="linear layers with adapters, or expert weights such as mlp.experts.gate_up_proj; without, all linear "
+        "layers but the head",
+    )
+    fitted.add_argument(
+        "--lora-target-parameters",
+        dest="target_parameters",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="more of them, by PEFT's name for expert weights",
+    )
+    fitted.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of parameters")
+    fitted.add_argument(
+        "--optimizer",
+        "--optim",
+        choices=("adamw", "adamw8bit", "sgd", "adafactor"),
+        default="adamw",
+        help="of torch; adamw8bit of bitsandbytes",
+    )
     fitted.add_argument("--master-weights", action="store_true", help="fp32 copies that the optimizer works on")
-    fitted.add_argument("--checkpointing", action="store_true")
-    fitted.add_argument("--budget", help="what optimize would be given, e.g. 60GiB")
-    fitted.add_argument("--fsdp", type=int, default=1, help="ranks that share parameters; bytes of one, an estimate")
-    fitted.add_argument("--expert-parallel", type=int, default=1, help="ranks that share experts; an estimate")
+    fitted.add_argument(
+        "--checkpointing", "--gradient-checkpointing", action="store_true", help="checkpoint every layer of the model"
+    )
+    fitted.add_argument(
+        "--budget", metavar="BYTES", help="memory_budget that optimize would be given, e.g. 60GiB, or least"
+    )
+    fitted.add_argument(
+        "--fsdp", type=_positive, default=1, metavar="N", help="ranks that share parameters; bytes of one, an estimate"
+    )
+    fitted.add_argument(
+        "--expert-parallel", type=_positive, default=1, metavar="N", help="ranks that share experts; an estimate"
+    )
     fitted.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="where it would train")
     fitted.add_argument("--even-routing", action="store_true", help="experts get equal numbers of rows")
     fitted.add_argument(
@@ -133,40 +184,85 @@ def _add_fit(commands: Any) -> None:
         help="also plain training, checkpointing, torch.compile's ratio, and LoRA",
     )
     fitted.add_argument("--html", metavar="FILE", help="one file with a chart and sliders for sizes and memory")
-    fitted.add_argument("--json", action="store_true")
+    fitted.add_argument("--json", action="store_true", help="the answer as JSON, without progress")
+    fitted.add_argument("--no-cache", action="store_true", help="do not show the stored answer of an earlier run")
+    fitted.add_argument("-q", "--quiet", action="store_true", help="no progress")
     fitted.set_defaults(run=_fit)
+
+
+class _DefaultsShown(argparse.HelpFormatter):
+    """A formatter that adds the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.default not in (None, False, (), argparse.SUPPRESS)
+        return f"{action.help} (default: %(default)s)" if has_default else action.help
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive int")
+    return int(text)
+
+
+def _check_bytes(option: str, text: str | None, *words: str) -> None:
+    """Raise a ConfigError that names the option where its text is neither None, nor bytes, nor one of the words."""
+    from memfine_fx.config import parse_budget
+    from memfine_fx.errors import ConfigError
+
+    if text is None or text in words:
+        return
+    with contextlib.suppress(ConfigError):
+        if parse_budget(text) is not None:
+            return
+    raise ConfigError(f"{option} {text!r} is not understood; expected bytes, such as 80GiB, 24GB or 85899345920")
 
 
 def _fit(options: argparse.Namespace) -> int:
     """Status 0 where it fits or no memory was given, 1 where it does not."""
-    from memfine_fx.api import fit
+    from memfine_fx.fitting.progress import shown_stages, silenced_packages, stages
 
-    path, _, name = options.model.rpartition(":")
-    source = _factory(path, name) if path.endswith(".py") and Path(path).exists() else options.model
-    report = fit(
-        source,
-        memory=options.memory,
-        gpu=options.gpu,
-        batch=options.batch,
-        seq=options.seq,
-        train=options.train,
-        lora_r=options.lora_r,
-        targets=options.targets,
-        dtype=options.dtype,
-        optimizer=options.optimizer,
-        master_weights=options.master_weights,
-        checkpointing=options.checkpointing,
-        memory_budget=options.budget,
-        fsdp=options.fsdp,
-        expert_parallel=options.expert_parallel,
-        device=options.device,
-        has_even_routing=options.even_routing,
-        alternatives=options.alternatives,
-    )
+    with contextlib.ExitStack() as stack:
+        if not (options.quiet or options.json):
+            stack.enter_context(shown_stages())
+        stages.info("%s: loading torch and transformers", options.model)
+        stack.enter_context(silenced_packages())
+        report = _fit_report(options)
     if options.html:
         report.to_html(options.html)
     print(report.to_json() if options.json else report)
     return 1 if report.fits is False else 0
+
+
+def _fit_report(options: argparse.Namespace) -> FitReport:
+    _check_bytes("--memory", options.memory)
+    _check_bytes("--budget", options.budget, "least")
+    from memfine_fx.config import Config
+    from memfine_fx.fitting.answer import Question, answer
+    from memfine_fx.fitting.setup import Setup
+    from memfine_fx.fitting.stored import answer_or_stored
+
+    setup = Setup(
+        options.batch,
+        options.seq,
+        options.train,
+        options.lora_r,
+        (*options.targets, *options.target_parameters),
+        options.dtype,
+        options.optimizer,
+        options.master_weights,
+        options.checkpointing,
+        options.budget,
+        options.fsdp,
+        options.expert_parallel,
+        options.device,
+        options.accumulate,
+    )
+    question = Question(options.memory, options.gpu, options.device, options.even_routing, options.alternatives)
+    path, _, name = options.model.rpartition(":")
+    if path.endswith(".py") and Path(path).exists():
+        return answer(_factory(path, name), setup, question, Config.from_environment())
+    is_new = options.no_cache or options.html is not None
+    return answer_or_stored(options.model, setup, question, Config.from_environment(), is_new=is_new)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ KNOWS = {
     "__init__": "records report compiler api",
     "demo": "memory report __init__",
     "integrations": "report api",
-    "cli": "memory plan report compiler api demo __init__",
+    "cli": "memory plan report fitting compiler api demo __init__",
 }
 """Reading is what of passes/ is in no other room."""
 

@@ -7,11 +7,14 @@ makes of it run as they are. Beside the plan of the session's own budget, other 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+import sympy
+import torch
 from torch import fx
 
 from memfine_fx.compat.functorch import (
@@ -39,6 +42,7 @@ from memfine_fx.plan.runs import Run
 
 __all__ = ["PlainRecorder", "Reads", "Recorder", "record_plain"]
 
+_stages = logging.getLogger("memfine_fx.fit")
 Reads = Literal["graph", "code"]
 """What a record is read of: the graph alone, which is quicker, or the code that Inductor would write."""
 
@@ -64,10 +68,19 @@ class Recorder(Observer):
         super().__init__(runs_here=runs_here)
         self.reads, self.plans = reads, tuple(plans)
         self.recorded: dict[CapturedGraph, dict[str, GraphStep]] = {}
+        self._inputs: dict[CapturedGraph, Sequence[Any]] = {}
+
+    def guards_on_sizes(self, step: GraphStep) -> tuple[sympy.Basic, ...]:
+        """Return the conditions on a graph's symbols under which its record holds, as far as they are known by now."""
+        inputs = next((inputs for record, inputs in self._inputs.items() if record.step is step), ())
+        size = next((size for size in inputs if isinstance(size, torch.SymInt)), None)
+        return () if size is None else tuple(guard.expr for guard in size.node.shape_env.guards)
 
     def on_lowered(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], session: Session, record: CapturedGraph
     ) -> Callable[..., Any] | None:
+        _stages.info("graph captured: %d layers chunked", len(record.lowered))
+        self._inputs[record] = inputs
         graph = RecordedGraph if record.lowered else _PlainGraph
         return graph(graph_module, inputs, session, record, self).__call__
 
@@ -99,6 +112,8 @@ class PlainRecorder(Recorder):
     def on_capture(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], session: Session, record: CapturedGraph
     ) -> Callable[..., Any] | None:
+        _stages.info("graph captured, as torch.compile takes it")
+        self._inputs[record] = inputs
         return _PlainGraph(graph_module, inputs, session, record, self).__call__
 
 
@@ -265,6 +280,7 @@ def _read_alone(
     give_values(graph_module.graph)  # a plain graph's partitioner is not ours
     unchanged = copied_module(graph_module)  # Inductor rewrites the one that it is given
     memory = None
+    _stages.info("reading the memory of the %s", "backward" if is_backward else "forward")
     if reads == "code":
         memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)
     step.add_hints(graph_module.graph)

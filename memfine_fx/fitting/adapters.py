@@ -3,6 +3,7 @@
 In 4 bits (NF4 in blocks of 64, scales quantized too) are all plain linear layers but the head, as transformers loads a
 model with `load_in_4bit`, and expert weights, which that leaves whole and bitsandbytes' `replace_parameter_4bit`
 packs. All others keep their dtype, and adapters have that of the model (PEFT with `autocast_adapter_dtype=False`).
+Names of expert weights among the targets become PEFT's `target_parameters`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ def adapted(model: Any, setup: Setup) -> torch.nn.Module:
         MissingPackage: PEFT or bitsandbytes is not installed.
     """
     peft = _package("peft", "LoRA adapters")
+    weights = [name for name in setup.targets if _names_expert_weight(model, name)]
+    layers = [name for name in setup.targets if name not in weights]
+    if weights and setup.train == "qlora":
+        raise ConfigError(f"targets={weights}: PEFT adds adapters to expert weights only where these are not in 4 bits")
     if setup.train == "qlora":
         _pack(model)
     others = {name: type(module).__name__ for name, module in model.named_modules() if _gives_something_else(module)}
@@ -38,10 +43,13 @@ def adapted(model: Any, setup: Setup) -> torch.nn.Module:
                 f"targets={list(setup.targets)}: {name} is a {kind}, which does not return what a linear layer does; "
                 "PEFT cannot add to it"
             )
-    targets = list(setup.targets) or "all-linear"
     try:
         config = peft.LoraConfig(
-            r=setup.lora_r, target_modules=targets, exclude_modules=sorted(others) or None, task_type="CAUSAL_LM"
+            r=setup.lora_r,
+            target_modules=layers or ([] if weights else "all-linear"),
+            target_parameters=weights or None,
+            exclude_modules=sorted(others) or None,
+            task_type="CAUSAL_LM",
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns of its own patterns for expert tables that it did not use
@@ -49,6 +57,26 @@ def adapted(model: Any, setup: Setup) -> torch.nn.Module:
     except ValueError as error:
         raise ConfigError(f"targets={list(setup.targets)}: {error}") from error
     return adapted_model
+
+
+def _names_expert_weight(model: torch.nn.Module, name: str) -> bool:
+    """Return whether a target is the end of a name of expert weights, and not of a layer's."""
+
+    def is_end_of(path: str) -> bool:
+        return path == name or path.endswith(f".{name}")
+
+    if any(is_end_of(path) for path, _ in model.named_modules()):
+        return False
+    return any(is_end_of(f"{path}.{parameter}") for path, parameter in _paths_of_tables(model))
+
+
+def _paths_of_tables(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (path of the module, name) of parameters that hold a matrix for each expert."""
+    for path, module in model.named_modules():
+        if "experts" in path.split("."):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() == 3:
+                    yield path, name
 
 
 def _package(name: str, purpose: str) -> Any:
@@ -78,8 +106,5 @@ def _pack(model: Any) -> None:
 
 def _tables(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yield (module, name) of parameters that hold a matrix for each expert."""
-    for path, module in model.named_modules():
-        if "experts" in path.split("."):
-            yield from (
-                (module, name) for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3
-            )
+    for path, name in _paths_of_tables(model):
+        yield model.get_submodule(path), name

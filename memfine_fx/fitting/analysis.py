@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -74,6 +75,8 @@ class Analysis:
         static: its bytes, of the whole model.
         has_even_routing: rows are spread evenly over experts; otherwise one expert gets a row of every token.
         stack: the repeated layers; None where the model was recorded whole.
+        of_one_sequence: the same for a batch of one, whose code differs from that for all others; None where that was
+            not recorded.
     """
 
     records: tuple[RecordedStep, ...]
@@ -83,6 +86,12 @@ class Analysis:
     config: Config
     has_even_routing: bool = False
     stack: Stack | None = None
+    of_one_sequence: Analysis | None = None
+
+    @property
+    def for_own_batch(self) -> Analysis:
+        """Return the analysis that is closest to the setup's batch, at every sequence length."""
+        return self.of_one_sequence if self.of_one_sequence is not None and self.setup.batch == 1 else self
 
     def total(self, plan: str, batch: int, seq: int, rows: int | None = None) -> StepTotal:
         """Return the peak of a whole step.
@@ -170,7 +179,7 @@ class Analysis:
     def _total(self, plan: str, batch: int, seq: int, rows: int | None) -> StepTotal:
         moments_by_record = [
             moments_of(runs, self._size_of(runs, rows))
-            for runs in (record.sized(plan, batch, seq) for record in self.records)
+            for runs in (self.in_micro_batch(record.sized(plan, batch, seq)) for record in self.records)
         ]
         if len(moments_by_record) == 1:
             moments = [moment for stretches in moments_by_record[0] for moment in stretches]
@@ -179,6 +188,21 @@ class Analysis:
             peak = stretched(moments_by_record[0], moments_by_record[1], self.more, self.alike(plan))
         percent = MARGIN_PERCENT if plan in self.records[0].estimated else 0
         return self._with_static(peak, batch, seq, peak.num_bytes * percent // 100)
+
+    def in_micro_batch(self, runs: tuple[RunMemory, ...]) -> tuple[RunMemory, ...]:
+        """Return the runs of the last micro-batch: regions add to gradients of earlier ones what they can in place."""
+        if self.setup.accumulate == 1:
+            return runs
+        return tuple(dataclasses.replace(run, added=frozenset(run.step.fusible_gradients)) for run in runs)
+
+    @property
+    def earlier_gradients(self) -> int:
+        """Return the bytes of the gradients that exist before the last micro-batch begins, on one rank."""
+        return self._gradients_on_rank if self.setup.accumulate > 1 else 0
+
+    @property
+    def _gradients_on_rank(self) -> int:
+        return self._on_rank(self.static.trained, self.static.trained_experts)
 
     def peak_as_asked(self, batch: int, seq: int) -> StepTotal:
         """Return the peak under the setup's own budget, with chunks as large as it allows.
@@ -232,10 +256,10 @@ class Analysis:
             parts["parameters gathered by FSDP"] = static.root + _GATHERED_LAYERS * static.layer
             parts["gradients that FSDP has not reduced"] = min(gradients, static.trained_layer)
         parts["margin of the estimate"] = margin
+        parts["gradients of earlier micro-batches"] = self.earlier_gradients
         within = StepTotal(peak.where, _sorted(always | parts))
-        gradient_bytes = self._on_rank(static.trained, static.trained_experts)
         stepping = {
-            "gradients": gradient_bytes,
+            "gradients": self._gradients_on_rank,
             "working set of the optimizer": -(-optimizer.working // self.setup.fsdp),
         }
         after = StepTotal("optimizer step", _sorted(always | stepping))

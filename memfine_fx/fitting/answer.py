@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.compat.tensors import FakeTensorMode, storage_id
+from memfine_fx.compat.tensors import storage_id
 from memfine_fx.compiler.recorder import Reads
 from memfine_fx.config import Config, MemoryBudget, parse_budget
 from memfine_fx.errors import ConfigError
@@ -18,10 +18,18 @@ from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.devices import CUDA_TERMS, CudaTerm, device_bytes
 from memfine_fx.fitting.models import expert_tensors, fake_model, held_tensors, loaded_config, num_parameters
-from memfine_fx.fitting.recording import PLANS, UNIFORM_PLANS, RecordedStep, record_step
+from memfine_fx.fitting.progress import stages
+from memfine_fx.fitting.recording import PLANS, RecordedStep, record_step
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup, Train, optimizer_bytes
-from memfine_fx.fitting.stack import Stack, find_stack, layer_lists, shortened
+from memfine_fx.fitting.shortened import (
+    Request,
+    can_record_meanwhile,
+    new_mode,
+    record_shortened,
+    recorded_meanwhile,
+)
+from memfine_fx.fitting.stack import Stack, find_stack, layer_lists
 from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_uniform
 from memfine_fx.plan.solve import largest
 
@@ -64,7 +72,14 @@ class Question:
 
     @property
     def memory_bytes(self) -> int | None:
-        return device_bytes(self.gpu) if self.gpu is not None else parse_budget(self.memory)
+        if self.gpu is not None:
+            return device_bytes(self.gpu)
+        try:
+            return parse_budget(self.memory)
+        except ConfigError as error:
+            raise ConfigError(
+                f"memory={self.memory!r} is not understood; expected an int of bytes, or text such as '80GiB'"
+            ) from error
 
     @property
     def terms(self) -> tuple[CudaTerm, ...]:
@@ -77,16 +92,24 @@ class Question:
         return None if total is None else total - sum(term.num_bytes for term in self.terms)
 
 
-def answer(source: object, setup: Setup, question: Question, config: Config) -> FitReport:
-    """Return the answer of `memfine_fx.fit`."""
+def answer(source: object, setup: Setup, question: Question, config: Config, *, in_parallel: bool = False) -> FitReport:
+    """Return the answer of `memfine_fx.fit`.
+
+    Args:
+        in_parallel: let another process record a part of the step, where that saves time.
+    """
     question.memory_bytes  # noqa: B018  # an unknown device is named before anything is recorded
     source = loaded_config(source)
-    analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing)
+    stages.info("building %s of fake tensors", _name(source))
+    analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing, in_parallel=in_parallel)
+    stages.info("searching the largest sizes that fit")
     report = report_of(source, analysis, how, question)
     if question.compares:
+        stages.info("recording the same step without memfine_fx")
         report = dataclasses.replace(report, alternatives=_alternatives(source, setup, config, question))
     if report.fits is not False:
         return report
+    stages.info("searching changes that would fit")
     changed = Changed(
         analysis,
         functools.partial(_with_optimizer, source, analysis),
@@ -102,9 +125,10 @@ def analyse(
     *,
     has_even_routing: bool = False,
     plans: tuple[str, ...] = PLANS,
+    in_parallel: bool = False,
 ) -> tuple[Analysis, str]:
     """Return a model's records, and in words what was recorded; `plans` apply to models that are recorded whole."""
-    analysis, _ = _analysed(source, setup, config, None, has_even_routing, plans)
+    analysis, _ = _analysed(source, setup, config, None, has_even_routing, plans, in_parallel=in_parallel)
     if len(analysis.records) == 1:
         has_stack = analysis.records[0].is_of_graph
         text = "the graph's operations" if has_stack else "the code that Inductor would write"
@@ -130,44 +154,59 @@ def _analysed(
     shares: tuple[float, ...] | None,
     has_even_routing: bool,
     plans: tuple[str, ...] = PLANS,
+    *,
+    in_parallel: bool = False,
 ) -> tuple[Analysis, bool]:
     """Return the records, and whether they are exact for every layer."""
-    whole = fake_model(source, setup, _mode())
+    whole = fake_model(source, setup, new_mode())
     static = _static_bytes(whole, setup)
     stack = find_stack(whole)
+    stages.info("model built: %s parameters, %s", f"{static.num_parameters:,}", _repeats_in_words(stack))
     config = dataclasses.replace(config, memory_budget=_budget_of_step(setup, static))
     if stack is not None and not config.has_budget:
         fewest = fewest_repeats(stack.unit)
-        pair = tuple(_recorded(source, setup, config, stack, repeats, shares) for repeats in (fewest, fewest + 1))
+        pair = _recorded_pair(Request(source, setup, config, stack, fewest, shares), in_parallel=in_parallel)
         short, long = (recorded_step.runs["most" if shares is None else "asked"] for recorded_step in pair)
         is_exact = is_uniform(short, long) and (shares is None or has_all_alike(short, long))
         if is_exact or shares is not None:
             more = stack.repeats - fewest
             return Analysis(pair, more, static, setup, config, has_even_routing, stack), is_exact
-    mode = _mode()
+    mode = new_mode()
     # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
     reads: Reads = "code" if stack is None and shares is None else "graph"
+    stages.info("recording a step of all layers, from the %s", "code of Inductor" if reads == "code" else "graph")
     record = record_step(fake_model(source, setup, mode), setup, mode, config, reads, shares, plans)
-    return Analysis((record,), 0, static, setup, config, has_even_routing), True
+    analysis = Analysis((record,), 0, static, setup, config, has_even_routing)
+    if reads == "graph" or setup.batch > 1:
+        return analysis, True
+    stages.info("recording the step of one sequence")
+    mode = new_mode()
+    model = fake_model(source, setup, mode)
+    record = record_step(model, setup, mode, config, reads, shares, plans, is_of_one_sequence=True)
+    return dataclasses.replace(analysis, of_one_sequence=dataclasses.replace(analysis, records=(record,))), True
 
 
 def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
-    """Return the budget less the fp32 copies of parameters, which the pipeline does not count."""
+    """Return the budget less what the recorded step does not have: fp32 copies of parameters, earlier gradients."""
     budget = parse_budget(setup.budget)
-    return setup.budget if budget is None else max(1, budget - static.optimizer.masters)
+    earlier = static.trained if setup.accumulate > 1 else 0
+    return setup.budget if budget is None else max(1, budget - static.optimizer.masters - earlier)
 
 
-def _mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def _repeats_in_words(stack: Stack | None) -> str:
+    if stack is None:
+        return "no layers that are repeated five times"
+    return f"{stack.repeats} equal units of {stack.unit} layer(s)"
 
 
-def _recorded(
-    source: object, setup: Setup, config: Config, stack: Stack, repeats: int, shares: tuple[float, ...] | None
-) -> RecordedStep:
-    mode = _mode()
-    model = fake_model(source, setup, mode)
-    shortened(model, stack, repeats)
-    return record_step(model, setup, mode, config, "graph", shares, UNIFORM_PLANS)
+def _recorded_pair(request: Request, *, in_parallel: bool) -> tuple[RecordedStep, RecordedStep]:
+    """Return the records of the requested repeats, and of one more."""
+    longer = dataclasses.replace(request, repeats=request.repeats + 1)
+    if not (in_parallel and can_record_meanwhile(request.source)):
+        return record_shortened(request), record_shortened(longer)
+    stages.info("recording a step of %d of them in a second process", longer.repeats)
+    with recorded_meanwhile(longer) as record_of_longer:
+        return record_shortened(request), record_of_longer()
 
 
 def _static_bytes(model: torch.nn.Module, setup: Setup) -> StaticBytes:
@@ -200,14 +239,15 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
     setup, record = analysis.setup, analysis.records[-1]
     batch, seq = setup.batch, setup.seq
     is_extended = len(analysis.records) > 1
+    own = analysis.for_own_batch
     return FitReport(
         f"{_name(source)} of {analysis.static.num_parameters:,} parameters",
         setup,
         question.memory_bytes,
-        analysis.peak_as_asked(batch, seq) if analysis.is_asked_known else None,
-        analysis.total("least", batch, seq),
-        analysis.total("most", batch, seq),
-        _longest_seq(question, lambda length: analysis.lightest(batch, length).num_bytes) if analysis.has_seq else None,
+        own.peak_as_asked(batch, seq) if own.is_asked_known else None,
+        own.total("least", batch, seq),
+        own.total("most", batch, seq),
+        _longest_seq(question, lambda length: own.lightest(batch, length).num_bytes) if own.has_seq else None,
         _longest(question, _MOST_SEQUENCES, lambda num_sequences: analysis.lightest(num_sequences, seq).num_bytes, 1)
         if analysis.has_batch
         else None,
@@ -243,12 +283,15 @@ def _alternatives(source: object, setup: Setup, config: Config, question: Questi
 
 def with_setup(source: object, analysis: Analysis, setup: Setup) -> Analysis:
     """Return the same records for a setup that differs in sizes, optimizer or ranks alone."""
-    return dataclasses.replace(analysis, setup=setup, static=static_bytes(source, setup))
+    static, of_one = static_bytes(source, setup), analysis.of_one_sequence
+    if of_one is not None:
+        of_one = dataclasses.replace(of_one, setup=setup, static=static)
+    return dataclasses.replace(analysis, setup=setup, static=static, of_one_sequence=of_one)
 
 
 def static_bytes(source: object, setup: Setup) -> StaticBytes:
     """Return the bytes that are allocated throughout every step; nothing is recorded."""
-    return _static_bytes(fake_model(source, setup, _mode()), setup)
+    return _static_bytes(fake_model(source, setup, new_mode()), setup)
 
 
 def _with_optimizer(source: object, analysis: Analysis, name: Any) -> Analysis:

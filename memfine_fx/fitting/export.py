@@ -101,6 +101,7 @@ class Exported:
             "optimizer": {"state": optimizer.state, "masters": optimizer.masters, "working": optimizer.working},
             "fsdp": setup.fsdp,
             "expertParallel": setup.expert_parallel,
+            "earlierGradients": analysis.earlier_gradients,
             "more": analysis.more,
             "isAskedKnown": analysis.is_asked_known,
             "leastPlans": analysis.least_plans if "least" in plans else (),
@@ -128,7 +129,7 @@ class Exported:
     def _runs(self, analysis: Analysis, record: RecordedStep, plan: str) -> list[dict[str, Any]]:
         exported_runs: list[dict[str, Any]] = []
         saved: sympy.Expr = sympy.Integer(0)
-        for run in record.runs[plan]:
+        for run in analysis.in_micro_batch(record.runs[plan]):
             sizes = _Sizes({**run.values, **record.in_sizes(run, _BATCH, _SEQ)})
             memories = {
                 where: None if memory is None else self._memory(analysis, run, memory, where, sizes)

@@ -147,6 +147,7 @@ function within(analysis, plan, parts) {
     terms.push(["parameters gathered by FSDP", analysis.static.root + 2 * analysis.static.layer]);
     terms.push(["gradients that FSDP has not reduced", Math.min(gradients, analysis.static.trained_layer)]);
   }
+  terms.push(["gradients of earlier micro-batches", analysis.earlierGradients]);
   terms.push(["margin of the estimate", margin]);
   return terms;
 }

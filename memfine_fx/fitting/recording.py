@@ -66,6 +66,7 @@ class RecordedStep:
         is_of_graph: it was read from the graph's operations alone.
         is_plain: of torch.compile alone.
         constant_inputs: bytes of inputs whose size no batch or length changes: buffers, and numbers as tensors.
+        guards: for each run of "asked" the conditions on its graph's symbols under which the record holds.
     """
 
     runs: Mapping[str, tuple[RunMemory, ...]]
@@ -77,6 +78,7 @@ class RecordedStep:
     is_of_graph: bool = False
     is_plain: bool = False
     constant_inputs: int = 0
+    guards: tuple[tuple[sympy.Basic, ...], ...] = ()
 
     @property
     def estimated(self) -> tuple[str, ...]:
@@ -88,13 +90,28 @@ class RecordedStep:
 
     @property
     def has_batch(self) -> bool:
-        """Return whether the record holds for other batches: some graph has the batch as a symbol."""
-        return any(self.batch in run.sizes.values() for run in self.runs["asked"])
+        """Return whether the record holds for other batches: the batch is a symbol, and no guard fixes it."""
+        is_symbol = any(self.batch in run.sizes.values() for run in self.runs["asked"])
+        return is_symbol and any(self._allows(other, self.seq) for other in _others(self.batch))
 
     @property
     def has_seq(self) -> bool:
-        """Return whether the record holds for other lengths: some graph has the sequence length as a symbol."""
-        return any(self.seq in run.sizes.values() for run in self.runs["asked"])
+        """Return whether the record holds for other sequence lengths, as `has_batch`.
+
+        A model that walks blocks of tokens in Python has as many steps in its graph as the recorded length has blocks.
+        """
+        is_symbol = any(self.seq in run.sizes.values() for run in self.runs["asked"])
+        return is_symbol and any(self._allows(self.batch, other) for other in _others(self.seq))
+
+    def _allows(self, batch: int, seq: int) -> bool:
+        """Return whether no guard of a graph is broken at another batch and length."""
+        for run, guards in zip(self.runs["asked"], self.guards, strict=False):
+            values = {**run.sizes, **self.in_sizes(run, batch, seq)}
+            for guard in guards:
+                sizes = {symbol: values[str(symbol)] for symbol in guard.free_symbols if str(symbol) in values}
+                if guard.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}) is sympy.false:
+                    return False
+        return True
 
     def in_sizes(self, run: RunMemory, batch: SizeT, seq: SizeT) -> dict[str, SizeT]:
         """Return the values of a graph's symbols at another batch and length; each graph has names of its own.
@@ -124,6 +141,11 @@ class RecordedStep:
         return tuple(runs)
 
 
+def _others(size: int) -> tuple[int, ...]:
+    """Return sizes far from a recorded one; a guard that all of them break fixes it."""
+    return (2 * size, 4 * size, max(2, size // 2))
+
+
 def record_step(
     model: torch.nn.Module,
     setup: Setup,
@@ -132,6 +154,8 @@ def record_step(
     reads: Reads,
     shares: tuple[float, ...] | None = None,
     plans: tuple[str, ...] = PLANS,
+    *,
+    is_of_one_sequence: bool = False,
 ) -> RecordedStep:
     """Record forward and backward of a fake model as a causal language model.
 
@@ -142,6 +166,7 @@ def record_step(
         shares: where the step is recorded as torch.compile takes it, for which values of functorch's
             `activation_memory_budget` beside 1; None where memfine_fx compiles it.
         plans: recorded beside "asked" where there are no shares; see `Recorder`.
+        is_of_one_sequence: record one sequence as it is; the record holds for no other batch.
 
     Returns:
         Its runs by plan: "asked" and `plans`; with shares those of torch.compile alone, "asked" and each share.
@@ -151,7 +176,7 @@ def record_step(
         MemfineError: nothing of it could be captured.
     """
     # NOTE: a size of 1 is no symbol, and equal sizes are one symbol. Records hold for all sizes, so others stand in.
-    batch = max(2, setup.batch)
+    batch = 1 if is_of_one_sequence else max(2, setup.batch)
     seq = setup.seq + 1 if setup.seq == batch else setup.seq
     runs_here = setup.device == "cpu"
     recorder = (
@@ -239,4 +264,5 @@ def _recorded(session: Session, recorder: Recorder, batch: int, seq: int) -> Rec
         recorder.reads == "graph",
         isinstance(recorder, PlainRecorder),
         session.steps.static_terms()["inputs and buffers"] - NUM_INPUTS * TOKEN_BYTES * batch * seq,
+        tuple(recorder.guards_on_sizes(run.step) for run in passed),
     )

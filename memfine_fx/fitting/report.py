@@ -22,6 +22,7 @@ from memfine_fx.fitting.setup import TRAININGS, Setup
 __all__ = ["FitReport"]
 
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ class FitReport:
             return ""
         if self.lightest is not self.least:
             return "memfine_fx.optimize(model)"
+        least = self.least.num_bytes
         if self.memory_bytes is None:
-            budget = max(self.least.num_bytes, self.most.num_bytes)
-        else:
-            budget = self.memory_bytes - self.beside_bytes
-        return f'memfine_fx.optimize(model, memory_budget="{budget // (1 << 20)}MiB")'
+            return _optimize_line(-(-max(least, self.most.num_bytes) // _MIB) * _MIB)
+        budget = self.memory_bytes - self.beside_bytes
+        # NOTE: whole MiB below the smallest budget would be refused.
+        return _optimize_line(budget // _MIB * _MIB if budget // _MIB * _MIB >= least else budget)
 
     def to_json(self) -> str:
         """Return the whole answer as one JSON object; sizes are bytes."""
@@ -140,6 +142,7 @@ class FitReport:
     def _answer(self) -> list[str]:
         shown, setup = self.shown, self.setup
         what = f"{self.model}, {TRAININGS[setup.train]} training in {setup.dtype}, {setup.batch} x {setup.seq:,} tokens"
+        what += f" in each of {setup.accumulate} micro-batches" if setup.accumulate > 1 else ""
         needs = shown.num_bytes + self.beside_bytes
         peak = f"its peak is {_readable(needs)}, in the {shown.where}"
         if self.fits is None:
@@ -195,6 +198,11 @@ class FitReport:
         return lines
 
 
+def _optimize_line(budget: int) -> str:
+    text = str(budget) if budget % _MIB else f'"{budget // _MIB}MiB"'
+    return f"memfine_fx.optimize(model, memory_budget={text})"
+
+
 def _readable(num_bytes: int) -> str:
     unit, size = next(((unit, size) for unit, size in _UNITS if num_bytes >= size), ("B", 1))
     return f"{num_bytes / size:.2f} {unit}"
@@ -228,6 +236,7 @@ def page(report: FitReport) -> str:
     setup = report.setup
     about = f"{TRAININGS[setup.train]} training in {setup.dtype} with {setup.optimizer}"
     about += ", gradient checkpointing of layers" if setup.checkpointing else ""
+    about += f", {setup.accumulate} accumulated micro-batches" if setup.accumulate > 1 else ""
     return Template(files.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         model=escape(report.model),
         about=escape(about),

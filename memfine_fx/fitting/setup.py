@@ -39,7 +39,8 @@ class Setup:
         batch, seq: sequences, and tokens of each.
         train: all parameters; or LoRA adapters beside frozen ones, which "qlora" stores in 4 bits (see `adapters`).
         lora_r: their rank.
-        targets: names of the linear layers that get adapters; () for all of them but the head.
+        targets: names of the linear layers, or of the expert weights, that get adapters; () for all linear layers but
+            the head.
         dtype: of parameters, a key of `DTYPES`.
         optimizer: "adamw" and "adafactor" as torch.optim has them, "sgd" without momentum, "adamw8bit" of bitsandbytes.
         master_weights: fp32 copies of low-precision parameters, which the optimizer works on.
@@ -47,6 +48,7 @@ class Setup:
         fsdp: ranks over which parameters, gradients and the optimizer's state are sharded; bytes are those of one.
         expert_parallel: ranks over which experts are spread; bytes are those of one.
         device: "cpu" or "cuda": whose attention is counted where a CPU has no fused kernel.
+        accumulate: micro-batches of `batch` sequences whose gradients are added before the optimizer steps.
 
     Raises:
         ConfigError: a value that cannot be; the message names it.
@@ -65,9 +67,10 @@ class Setup:
     fsdp: int = 1
     expert_parallel: int = 1
     device: str = "cpu"
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq", "lora_r", "fsdp", "expert_parallel"):
+        for name in ("batch", "seq", "lora_r", "fsdp", "expert_parallel", "accumulate"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ConfigError(f"{name}={value!r} must be a positive int")
@@ -84,7 +87,7 @@ class Setup:
         if self.seq < 2:
             raise ConfigError(f"seq={self.seq}: a language model's loss needs two tokens")
         if isinstance(self.budget, float):
-            raise ConfigError(f"budget={self.budget!r}: there is no device to take a fraction of; give bytes")
+            raise ConfigError(f"memory_budget={self.budget!r}: there is no device to take a fraction of; give bytes")
         parse_budget(self.budget)
 
     @property

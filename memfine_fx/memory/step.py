@@ -59,6 +59,10 @@ def _value(expr: sympy.Expr, values: frozenset[tuple[sympy.Symbol, int]]) -> int
     return int(expr.subs(dict(values)))
 
 
+def _never_changes() -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class RegionMemory:
     """A region's byte terms by what it saves, and T in the graph's symbols.
@@ -74,7 +78,7 @@ class RegionMemory:
     terms: Callable[[SavePolicy], RegionBytes]
     num_tokens: sympy.Expr
     axis: Axis
-    revision: Callable[[], int] = lambda: 0
+    revision: Callable[[], int] = _never_changes
     _known: dict[SavePolicy, tuple[int, RegionBytes]] = field(default_factory=dict, compare=False)
 
     def terms_now(self, policy: SavePolicy) -> RegionBytes:
@@ -112,6 +116,16 @@ class RegionMemory:
         if not call.num_saved_rows or others <= 0:
             return [(call.policy if call.num_saved_rows else "nothing", None)]
         return [(call.policy, call.num_saved_rows), ("nothing", others)]
+
+
+@dataclass(frozen=True)
+class _KnownTerms:
+    """The byte terms of a region by what it saves, in the place of the bodies that they were read from."""
+
+    terms: Mapping[SavePolicy, RegionBytes]
+
+    def __call__(self, policy: SavePolicy) -> RegionBytes:
+        return self.terms[policy]
 
 
 @dataclass
@@ -154,6 +168,17 @@ class GraphStep:
     donated: tuple[int, ...] = ()
     saving: tuple[SavingOp, ...] = ()
     modules: tuple[fx.GraphModule, ...] = ()
+
+    def without_compiled_experts(self) -> GraphStep:
+        """Return a copy that can be pickled: of regions it has the byte terms of what they save, and no bodies."""
+        memories = [memory for memory in (self.forward, self.backward) if memory is not None]
+        regions = {}
+        for region_id, region in self.regions.items():
+            calls = (call for memory in memories for call in memory.calls if call.region_id == region_id)
+            policies: set[SavePolicy] = {"nothing", *(call.policy for call in calls)}
+            terms = {policy: region.terms_now(policy) for policy in sorted(policies)}
+            regions[region_id] = RegionMemory(_KnownTerms(terms), region.num_tokens, region.axis)
+        return replace(self, regions=regions)
 
     def learned(self) -> GraphStep:
         """Return a copy of what compilation found out, without the regions, which every process analyses anew: a cache

@@ -288,12 +288,18 @@ def _unrounded(gradient: fx.Node) -> fx.Node:
         return gradient
     with total.graph.inserting_after(gradient):
         result = total.graph.call_function(aten.sum.dim_IntList, total.args, {**total.kwargs, "dtype": torch.float32})
-    result.meta["val"] = total.meta["val"].float()
+    result.meta["val"] = _in_fp32(total.meta["val"])
     for view in reversed(views):
         with view.graph.inserting_after(result):
             result = view.graph.call_function(view.target, (result, *view.args[1:]))  # type: ignore[arg-type]
-        result.meta["val"] = view.meta["val"].float()
+        result.meta["val"] = _in_fp32(view.meta["val"])
     return result
+
+
+def _in_fp32(value: Any) -> Any:
+    """A traced tensor in fp32; of its own mode, because bodies are also cut while another mode is on, as `fit`'s."""
+    with value.fake_mode:
+        return value.float()
 
 
 def _operand(results: list[fx.Node], argument: Any) -> Operand:

@@ -115,6 +115,36 @@ def test_targets_that_are_no_layers_are_named() -> None:
         real_model(config_of(), setup_of("lora", targets=("no_such_proj",)))
 
 
+EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize("others", [(), ("q_proj",)])
+def test_expert_weights_among_the_targets_get_adapters(others: tuple[str, ...]) -> None:
+    setup = setup_of("lora", targets=(*others, *EXPERT_WEIGHTS), lora_r=2)
+    fake, real = fake_model(config_of(), setup, fake_mode()), real_model(config_of(), setup)
+    assert described(held_tensors(fake)) == described(held_tensors(real))
+    trained = {name: parameter for name, parameter in real.named_parameters() if parameter.requires_grad}
+    of_experts = [parameter for name, parameter in trained.items() if "experts" in name]
+    assert len(of_experts) == 2 * 2 * 2, "A and B for two weights in each of two layers"
+    assert any("q_proj" in name for name in trained) is bool(others)
+    assert all("q_proj" in name or "experts" in name for name in trained)
+    num_experts, rank, hidden, width = 8, 2, 64, 64
+    adapter_numbers = num_experts * rank * (hidden + 2 * width + width + hidden)
+    assert sum(parameter.numel() for parameter in of_experts) == 2 * adapter_numbers
+
+
+def test_expert_weights_in_4_bits_get_no_adapters() -> None:
+    with pytest.raises(ConfigError, match=r"targets=\['mlp.experts.down_proj'\]: PEFT adds adapters to expert weights"):
+        real_model(config_of(), setup_of("qlora", targets=("q_proj", "mlp.experts.down_proj")))
+
+
+def test_a_name_of_layers_and_of_expert_weights_means_the_layers() -> None:
+    config = config_of("qwen2_moe", shared_expert_intermediate_size=64)
+    model = real_model(config, setup_of("lora", targets=("down_proj",)))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all("shared_expert.down_proj" in name for name in trained)
+
+
 @pytest.mark.parametrize("train", ["lora", "qlora"])
 def test_a_missing_package_is_named(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     needs(train)
@@ -122,6 +152,17 @@ def test_a_missing_package_is_named(train: Train, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingPackage, match=f"needs the package '{missing}'"):
         fake_model(config_of(), Setup(2, 64, train=train), fake_mode())
+
+
+@pytest.mark.slow
+def test_a_real_step_over_adapters_of_expert_weights_takes_what_was_said() -> None:
+    from benchmarks.fit_accuracy import measured_peak
+
+    setup = setup_of("lora", targets=EXPERT_WEIGHTS, lora_r=4)
+    report = memfine_fx.fit(config_of(), batch=2, seq=64, train="lora", lora_r=4, targets=EXPERT_WEIGHTS, dtype="bf16")
+    assert report.asked is not None and len(report.chunked) == 2
+    measured = measured_peak(config_of(), setup)
+    assert 0.99 * measured <= report.asked.num_bytes <= 1.03 * measured
 
 
 @pytest.mark.slow

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 import memfine_fx
 from memfine_fx.cli import main
@@ -178,7 +181,8 @@ def test_a_model_that_predicts_no_next_token_is_named() -> None:
         (dict(dtype="int4"), "dtype='int4' is unknown"),
         (dict(optimizer="adam9"), "optimizer='adam9' is unknown"),
         (dict(memory=0.5), "memory=0.5: there is no device"),
-        (dict(memory_budget=0.5), "budget=0.5: there is no device"),
+        (dict(memory="eightyGB"), "memory='eightyGB' is not understood; expected an int of bytes, or text such as"),
+        (dict(memory_budget=0.5), "memory_budget=0.5: there is no device"),
         (dict(device="tpu"), "device='tpu' is unknown"),
     ],
 )
@@ -214,7 +218,9 @@ Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace"""
     assert what_failed(ValueError()) == ""
 
 
-def real_step(config: Any, *, batch: int, seq: int, dtype: torch.dtype, budget: Any = None) -> int:
+def real_step(
+    config: Any, *, batch: int, seq: int, dtype: torch.dtype, budget: Any = None, micro_batches: int = 1
+) -> int:
     """Peak of a real training step: all tokens alike, so that each of K experts gets a row of every token."""
     from transformers import AutoModelForCausalLM
 
@@ -226,11 +232,14 @@ def real_step(config: Any, *, batch: int, seq: int, dtype: torch.dtype, budget: 
     tokens = torch.full((batch, seq), 7)
 
     def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        for _ in range(micro_batches):
+            model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     step()
+    if micro_batches > 1:  # with gradients and with state the graphs may be compiled again
+        step()
     there = sum(one.nbytes for one in (*model.parameters(), *model.buffers(), tokens, tokens))
     there += sum(one.nbytes for state in optimizer.state.values() for one in state.values())
     return there + trace_memory(step, torch.device("cpu")).peak_bytes
@@ -249,6 +258,19 @@ def test_a_real_step_takes_what_was_said(dtype: str, budget: str | None, most: f
     assert 0.99 * measured <= report.asked.num_bytes <= most * measured
     assert sum(num_bytes for _, num_bytes in report.asked.terms) == report.asked.num_bytes
     assert report.least.num_bytes <= 1.02 * report.asked.num_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [None, "least"])
+def test_micro_batches_that_accumulate_take_what_was_said(budget: str | None) -> None:
+    """Gradients of the first exist while the second runs, whose experts' gradients are added in place."""
+    given: dict[str, Any] = dict(batch=2, seq=256, dtype="fp32", memory_budget=budget)
+    alone, report = (memfine_fx.fit(config_of(), **given, accumulate=number) for number in (1, 2))
+    assert report.asked is not None and alone.asked is not None
+    measured = real_step(config_of(), batch=2, seq=256, dtype=torch.float32, budget=budget, micro_batches=2)
+    assert 0.99 * measured <= report.asked.num_bytes <= 1.02 * measured
+    assert report.asked.num_bytes > 1.05 * alone.asked.num_bytes
+    assert sum(num_bytes for _, num_bytes in report.asked.terms) == report.asked.num_bytes
 
 
 @pytest.mark.slow
@@ -272,6 +294,7 @@ def test_the_command_answers_and_says_by_its_status_whether_it_fits(
         (dict(gpu="h9000"), "gpu='h9000' is unknown; known: t4, "),
         (dict(gpu="h100", memory="80GiB"), "memory='80GiB' and gpu='h100': give one of them"),
         (dict(fsdp=0), "fsdp=0 must be a positive int"),
+        (dict(accumulate=0), "accumulate=0 must be a positive int"),
         (dict(fsdp=2, expert_parallel=2), "fsdp=2 with expert_parallel=2: give one of them"),
     ],
 )
@@ -320,6 +343,23 @@ def test_sizes_that_the_code_fixes_are_not_answered() -> None:
     assert step.sized("asked", 5, 64)[0].sizes == {"s1": 5}
     with pytest.raises(ConfigError, match="seq=65: the model's code fixes it in its graphs, recorded with 64"):
         step.sized("asked", 2, 65)
+
+
+@pytest.mark.parametrize(
+    ("guard", "has_seq"),
+    [
+        (lambda seq: sympy.Eq(FloorDiv(seq, 64), 2), False),  # a loop over blocks of 64 tokens
+        (lambda seq: sympy.Eq(Mod(seq, 64), 0), True),
+        (lambda seq: seq > 100, True),  # a sliding window that is narrower
+        (lambda seq: seq <= 4096, True),
+        (lambda seq: sympy.Ne(seq * sympy.Symbol("u0"), 0), True),  # a size that only data decide
+    ],
+)
+def test_a_length_that_guards_fix_is_no_free_one(guard: Callable[[sympy.Symbol], sympy.Basic], has_seq: bool) -> None:
+    seq = sympy.Symbol("s2", integer=True, positive=True)
+    run = RunMemory(GraphStep(), {"s1": 2, "s2": 128})
+    step = RecordedStep({"asked": (run,)}, 2, 128, (), (), "", guards=((guard(seq),),))
+    assert step.has_batch and step.has_seq is has_seq
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[torch.nn.Parameter]:

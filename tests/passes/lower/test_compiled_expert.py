@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfine_fx.memory.sizes import ROWS
 from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction
@@ -49,8 +50,13 @@ def call_arguments(num_rows: int = 7) -> list[Tensor]:
     return [torch.randn(num_rows, HIDDEN), torch.rand(num_rows), *(param[0] for param in mlp_params())]
 
 
+def graph_of(body: CompiledBackward) -> fx.Graph:
+    graph: fx.Graph = body.call.graph_module.graph  # type: ignore[attr-defined]  # uncompiled
+    return graph
+
+
 def targets(body: CompiledBackward) -> list[str]:
-    return [str(node.target) for node in body.call.graph_module.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]  # uncompiled
+    return [str(node.target) for node in graph_of(body).nodes if node.op == "call_function"]
 
 
 def gradients(
@@ -171,6 +177,21 @@ def test_a_gradient_that_is_no_product_is_returned_plain() -> None:
     body = compiled_expert_of(scaled, mlp_params(), KINDS).backward(ALL)
     assert isinstance(body.param_grads[0], int)
     assert isinstance(body.param_grads[1], Product)
+
+
+def with_bias(rows: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    return (rows @ up + bias) * weight.unsqueeze(1)
+
+
+def test_a_sum_in_low_precision_is_cut_out_under_another_mode_too() -> None:
+    """`fit` compiles in a mode of its own; a bias's gradient is such a sum."""
+    up = mlp_params(torch.bfloat16)[0]
+    compiled_expert = compiled_expert_of(with_bias, [up, torch.randn(NUM_EXPERTS, up.shape[-1]).to(up.dtype)], KINDS)
+    with FakeTensorMode():
+        body = compiled_expert.backward(ALL)
+    assert isinstance(body.param_grads[1], int)
+    totals = [node for node in graph_of(body).nodes if node.target is torch.ops.aten.sum.dim_IntList]
+    assert torch.float32 in [total.meta["val"].dtype for total in totals]
 
 
 @pytest.mark.parametrize(
