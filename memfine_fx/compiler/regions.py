@@ -314,7 +314,8 @@ def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node], refusals: Sequenc
     for node in graph.nodes:
         where, module = node.meta.get(GUARDED, ("", ""))
         if where and module not in chunked:
-            reasons = [refusal.details for refusal in refusals if refusal.where.module.startswith(module)]
+            of_module = [refusal for refusal in refusals if refusal.where.module.startswith(module)]
+            reasons = [f"{refusal.details} ({refusal.obstacle or refusal.where.source})" for refusal in of_module]
             because = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
             raise GuardRefused(f"its experts are in no chunked layer{because}", where, module)
 

@@ -95,8 +95,11 @@ class GuardedBody:
     def where(self) -> str:
         return str(self.enter.args[4])
 
-    def unproved(self, what: str) -> GuardRefused:
-        return GuardRefused(f"{what}, in a body that is skipped", self.where, provenance(self.enter).module)
+    def unproved(self, what: str, node: fx.Node | None = None) -> GuardRefused:
+        """Return the refusal of the loop for what a node of the body does."""
+        source = "" if node is None else provenance(node).source
+        place = f" ({source})" if source else ""
+        return GuardRefused(f"{what}, in a body that is skipped{place}", self.where, provenance(self.enter).module)
 
 
 def is_total(node: fx.Node) -> bool:
@@ -160,18 +163,18 @@ class GuardProof:
         name = name_of(node)
         if name in ASSERTIONS:
             if not all(map(self._holds, node.args[:1])):
-                raise self._body.unproved("something is asserted that may not hold for an expert without rows")
+                raise self._body.unproved("something is asserted that may not hold for an expert without rows", node)
             return
         if _may_hide_effects(node):
-            raise self._body.unproved(f"what {target_name(node)} writes is not known")
+            raise self._body.unproved(f"what {target_name(node)} writes is not known", node)
         if is_random(name) and not _draws_nothing(node):
-            raise self._body.unproved(f"{target_name(node)} draws random numbers")
+            raise self._body.unproved(f"{target_name(node)} draws random numbers", node)
         for target in self._flow.mutations.get(node, ()):
             if not self._is_made_inside(target) and not self._writes_nothing(node):
-                raise self._body.unproved(f"{target_name(node)} writes into {target}")
+                raise self._body.unproved(f"{target_name(node)} writes into {target}", node)
         is_empty_read = any(map(self._known.is_empty, node.all_input_nodes))
         if is_empty_read and base_name_of(node) not in _REDUCTIONS and self._has_elements(node):
-            raise self._body.unproved(f"{target_name(node)} needs a row")
+            raise self._body.unproved(f"{target_name(node)} needs a row", node)
         if isinstance(node_value(node), (torch.Tensor, tuple, list)) or node.target is operator.setitem:
             self._check_readers(node)
 
@@ -185,7 +188,7 @@ class GuardProof:
                 and not is_put_together
                 and self._is_made_inside(node)
             ):
-                raise self._body.unproved(f"{node} is computed there and read after it")
+                raise self._body.unproved(f"{node} is computed there and read after it", node)
 
     def _has_elements(self, node: fx.Node) -> bool:
         value = node_value(node)
@@ -331,9 +334,9 @@ class GuardProof:
         for node in self._computed_for(new):
             name = base_name_of(node)
             if name not in _TOTAL:
-                raise self._body.unproved(f"{target_name(node)} may not be defined without rows")
+                raise self._body.unproved(f"{target_name(node)} may not be defined without rows", node)
             if any(map(self._may_be_undefined, _ill_conditioned(node))):
-                raise self._body.unproved(f"{target_name(node)} of a number of rows")
+                raise self._body.unproved(f"{target_name(node)} of a number of rows", node)
             is_mean = name == "mean" and self._known.is_empty(node.args[0])
             if is_mean or not means.isdisjoint(node.all_input_nodes):
                 # A mean of no rows is not a number: it may be added, and no gradient may pass it.
@@ -341,7 +344,7 @@ class GuardProof:
                     operand for operand in node.all_input_nodes if operand not in means and name in ("mul", "div")
                 ]
                 if not is_mean and (name not in _LINEAR or factors):
-                    raise self._body.unproved(f"{target_name(node)} of a mean over an expert's rows")
+                    raise self._body.unproved(f"{target_name(node)} of a mean over an expert's rows", node)
                 means.add(node)
 
     def _may_be_undefined(self, operand: Any) -> bool:

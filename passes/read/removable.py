@@ -92,7 +92,9 @@ def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) ->
         is_routed = is_float_tensor(node) and (num_tokens is None or _is_routed(node, num_tokens))
         if node not in replaced and outside_users and is_routed:
             raise CannotChunk(
-                Reason.ROWS_LEAVE, f"routed rows are also used outside the region, by {outside_users[0]}", node
+                Reason.ROWS_LEAVE,
+                f"routed rows are also used outside the region, by {outside_users[0]}",
+                outside_users[0],
             )
 
 

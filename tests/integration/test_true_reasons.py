@@ -6,6 +6,7 @@ import ast
 import copy
 import importlib.util
 import random
+import re
 import textwrap
 import warnings
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Layer(nn.Module):
         self.up = nn.Parameter(torch.randn(E, H, FF) / 3)
         self.down = nn.Parameter(torch.randn(E, FF, H) / 3)
         self.experts = nn.ModuleList(Expert() for _ in range(E))
+        self.last = self.mean = None
 
     def forward(self, x):
         logits = self.router(x)
@@ -298,8 +300,8 @@ def outcome(edit: Edited, folder: Path, name: str) -> str:
         return ""
     if not refused:
         return "not chunked, without a refusal"
-    places = [region.obstacle or region.where.source for region in refused]
-    lines = {int(place.rpartition(":")[2]) for place in places if place}
+    said = [f"{region.obstacle or region.where.source} {region.reason}" for region in refused]
+    lines = {int(line) for line in re.findall(rf"{name}\.py:(\d+)", " ".join(said))}
     if not lines & {edit.line, *edit.readers}:
         return f"refused at {sorted(lines)}, the edit is at {edit.line}: {refused[0].reason}"
     return ""
