@@ -122,6 +122,8 @@ class CompiledGraph:
         self._partitions = [self._compile(graph_module, inputs, record.step, budget)]
         # With which the graph can be recompiled under a budget: its fake mode and its inputs as fake tensors.
         self._captured = None if self._pristine is None else captured_inputs(inputs)
+        if self._captured is None:
+            self._pristine = None
 
     def __call__(self, *args: Any) -> Any:
         sizes = {size.name: size.of(args) for size in self._sizes}
