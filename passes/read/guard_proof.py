@@ -165,6 +165,8 @@ class GuardProof:
             if not all(map(self._holds, node.args[:1])):
                 raise self._body.unproved("something is asserted that may not hold for an expert without rows", node)
             return
+        if name == "autograd_function_apply":
+            raise self._body.unproved("an autograd.Function is called, whose backward only its author knows")
         if _may_hide_effects(node):
             raise self._body.unproved(f"what {target_name(node)} writes is not known", node)
         if is_random(name) and not _draws_nothing(node):

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import memfine_fx
 from tests.integration.test_guarded_loops import ROWS, outcome
 
 pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
@@ -98,6 +101,46 @@ def trained(folder: Path, fields: dict[str, Any]) -> Any:
 def test_a_loop_that_public_code_writes_is_chunked(name: str, tmp_path: Path) -> None:
     result = trained(tmp_path, CHUNKED[name])
     assert result.verdict == "exact" and result.num_chunked, result
+
+
+class Weighted(torch.autograd.Function):
+    """An activation with a backward of its own, as training frameworks write weighted SwiGLU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.relu() * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+        rows, weight = ctx.saved_tensors
+        return gradients[0] * weight * (rows > 0), (gradients[0] * rows.relu()).sum(-1, keepdim=True)
+
+
+class OwnBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, index = self.gate(x).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(index == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, Weighted.apply(expert(x[token]), weight[token, choice, None]))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
+def test_a_backward_of_ones_own_in_the_experts_is_the_reason_why_they_run_as_written() -> None:
+    layer, x = OwnBackward(), torch.randn(5, 8)
+    expected = layer(x)
+    memfine_fx.optimize(layer, inner_backend="eager")
+    assert torch.equal(layer(x), expected)
+    (region,) = memfine_fx.report(layer).layers
+    assert "an autograd.Function is called" in (region.reason or ""), region
 
 
 @pytest.mark.parametrize("name", UNPROVED)
