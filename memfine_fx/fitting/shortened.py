@@ -32,7 +32,7 @@ __all__ = ["Request", "can_record_meanwhile", "new_mode", "portable", "record_sh
 
 @dataclass(frozen=True)
 class Request:
-    """What to record: a model, shortened to `repeats` of the units of its stack.
+    """A step to record: of a model that is shortened to `repeats` of the units of its stack.
 
     Args:
         source: whatever `fake_model` takes; for another process a config of transformers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,6 +361,32 @@ def test_a_length_that_guards_fix_is_no_free_one(guard: Callable[[sympy.Symbol],
     run = RunMemory(GraphStep(), {"s1": 2, "s2": 128})
     step = RecordedStep({"asked": (run,)}, 2, 128, (), (), "", guards=((guard(seq),),))
     assert step.has_batch and step.has_seq is has_seq
+
+
+class InBlocks(torch.nn.Module):
+    """A language model that walks whole blocks of 64 tokens in Python, or all tokens at once."""
+
+    def __init__(self, *, walks: bool) -> None:
+        super().__init__()
+        self.walks = walks
+        self.embed, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        hidden = self.embed(input_ids)
+        if self.walks:
+            state = torch.zeros_like(hidden[:, :64])
+            for block in range(input_ids.shape[1] // 64):
+                state = torch.tanh(state + hidden[:, 64 * block : 64 * (block + 1)])
+            hidden = hidden + state.mean(1, keepdim=True)
+        return SimpleNamespace(loss=(self.head(hidden).float().logsumexp(-1) * labels).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("walks", [True, False])
+def test_a_model_that_walks_blocks_has_no_longest_sequence(walks: bool) -> None:
+    report = memfine_fx.fit(lambda: InBlocks(walks=walks), batch=2, seq=130, dtype="fp32", memory="64MiB")
+    assert (report.longest_seq is None) is walks
+    assert report.largest_batch is not None and report.largest_batch > 2
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[torch.nn.Parameter]:
