@@ -56,6 +56,7 @@ golden: setup  ## write tests/golden again from what the code does now
 
 coverage: setup  ## check every family and spelling again; writes docs/coverage.md
 	$(BIN)/python -m benchmarks.coverage
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.coverage --multimodal
 
 # An environment of its own: the packages are only imported, so that most come without what they depend on.
 PACKAGES := .venv-packages

@@ -86,7 +86,8 @@ def page_of(rows: list[CoverageRow]) -> str:
     versions = f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
     rows_of_packages = [packaged[name] for name in PACKAGED if name in packaged]
     multimodal = stored_multimodal_rows()
-    rows_of_multimodal = [multimodal[name] for name in MULTIMODAL if name in multimodal]
+    missing = {name: MultimodalRow("multimodal", name, failure="not measured yet") for name in MULTIMODAL}
+    rows_of_multimodal = [multimodal.get(name, missing[name]) for name in MULTIMODAL]
     return coverage_page(rows, rows_of_packages, stored_version_rows(), rows_of_multimodal, versions)
 
 

@@ -111,16 +111,23 @@ def _multimodal(rows: Sequence[MultimodalRow]) -> list[str]:
         "|---" * 9 + "|",
         *(_multimodal_cells(row) for row in rows),
         "",
-        *_reasons(rows),
+        *(f"* **{row.name}**: {row.failure or _refused_beside(row)}" for row in rows if row.failure or row.reasons),
         "",
     ]
+
+
+def _refused_beside(row: MultimodalRow) -> str:
+    beside = (
+        "every layer is chunked, and the report also refuses what is none" if row.is_whole else "the report refuses"
+    )
+    return f"{beside}: {'; '.join(row.reasons)}"
 
 
 def _multimodal_cells(row: MultimodalRow) -> str:
     mark = "yes" if row.is_whole else "partly" if row.num_raised else "no"
     layers = (row.num_layers, row.num_raised)
     graphs = (row.num_graphs, row.num_plain_graphs, row.num_later_graphs)
-    cells = (row.name, row.built or "not built", mark, *layers, *graphs, _error(row))
+    cells = (row.name, row.built, "no result" if row.failure else mark, *layers, *graphs, _error(row))
     return f"| {' | '.join(map(str, cells))} |"
 
 

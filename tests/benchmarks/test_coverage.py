@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from benchmarks.coverage.__main__ import PAGE, page_of, stored_rows
-from benchmarks.coverage.check import check_family, check_spelling
+from benchmarks.coverage.__main__ import PAGE, page_of, stored_multimodal_rows, stored_rows
+from benchmarks.coverage.check import check_family, check_multimodal, check_spelling
 from benchmarks.coverage.families import moe_families
+from benchmarks.coverage.multimodal import MULTIMODAL
 from benchmarks.coverage.rows import CoverageRow
 from benchmarks.coverage.spellings import SPELLINGS
 
@@ -67,3 +68,14 @@ def test_a_cheap_part_of_the_table_holds(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_every_family_of_the_table_holds(name: str) -> None:
     assert_no_worse(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MULTIMODAL)
+@pytest.mark.filterwarnings("ignore")
+def test_deep_models_with_images_are_chunked_in_every_layer(name: str) -> None:
+    row, stored = check_multimodal(name), stored_multimodal_rows().get(name)
+    assert row.failure == ""
+    assert row.is_exact, f"{row.worst_name}: {row.worst_error}"
+    assert row.num_raised == row.num_layers >= 13, row.reasons
+    assert stored is None or row.num_graphs <= stored.num_graphs
