@@ -41,6 +41,7 @@ from memfine_fx.passes.read.tables import move_tables
 from memfine_fx.passes.read.unmatched import (
     chooses_for_sequences,
     makes_integers,
+    seems_routed,
     sequence_choice,
     unknown_routers,
     unmatched_router,
@@ -179,7 +180,7 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
         refused, reading = refused or stopped, None
     if reading is not None:
         return body.knows(seed, reading)
-    if refused is not None:
+    if refused is not None and (not is_given(seed) or seems_routed(body.flow, seed)):
         return body.refuses(seed, refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None

@@ -6,7 +6,8 @@ stored flat), rows of activations (tokens picked for experts, keys for queries),
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import fx
@@ -19,13 +20,22 @@ from memfine_fx.passes.dataflow import (
     is_int_tensor,
     node_value,
     provenance,
+    static_size,
+    tensor_of,
 )
 from memfine_fx.passes.ops import CASTS, CHOOSERS, GROUPED_MATMULS, LAYOUTS, LIKE_FACTORIES, LOOKUPS, MATMULS, name_of
 from memfine_fx.passes.read.seeds import given_sources, is_given, is_seed
 from memfine_fx.passes.read.sinking import behind_views
 from memfine_fx.records import MoERegion, Refusal
 
-__all__ = ["chooses_for_sequences", "makes_integers", "sequence_choice", "unknown_routers", "unmatched_router"]
+__all__ = [
+    "chooses_for_sequences",
+    "makes_integers",
+    "seems_routed",
+    "sequence_choice",
+    "unknown_routers",
+    "unmatched_router",
+]
 
 
 def unmatched_router(flow: Dataflow, seed: fx.Node) -> Refusal:
@@ -103,23 +113,54 @@ def makes_integers(node: fx.Node) -> bool:
     return is_computed and is_int_tensor(node) and any(map(is_float_tensor, call.all_input_nodes))
 
 
+def seems_routed(flow: Dataflow, given: fx.Node) -> bool:
+    """Whether integers that a graph is given seem to choose experts, and not positions or what is masked.
+
+    They pick or cut experts' weights or rows, or are compared with the numbers of several experts.
+    """
+    is_read = _reader_in_experts(flow, given, frozenset()) is not None
+    return is_read or _num_compared(_integers_of(flow, given)) > 1
+
+
+def _num_compared(integers: Iterable[fx.Node]) -> int:
+    """Return n where integers are compared with 0 to n - 1, as with experts' numbers; kinds of tokens begin at 1."""
+    comparisons = [user for node in integers for user in node.users if name_of(user) == "eq"]
+    numbers = {user.args[1] for user in comparisons if len(user.args) > 1 and isinstance(user.args[1], int)}
+    return next(number for number in itertools.count() if number not in numbers)
+
+
 def _reader_in_experts(flow: Dataflow, choice: fx.Node, inside: Set[fx.Node]) -> fx.Node | None:
     """Return what picks entries of weights [E,...] by integers, cuts rows into groups, or compares experts' numbers."""
+    computed = set(_integers_of(flow, choice, with_results=True))
+    num_compared = _num_compared(computed)
     for node in _integers_of(flow, choice, with_results=True):
         if node in inside:
             return None
-        is_compared = node in flow.position and any(map(_is_product_of_experts, flow.descendants([node])))
+        products = [*flow.descendants([node])] if node in flow.position else []
+        nums_experts = {number for product in products for number in _nums_multiplied(product, computed)}
         for user in node.users:
-            is_pick = name_of(user) in LOOKUPS and _is_expert_weight(user.args[0])
-            compares = is_compared and name_of(user) in ("one_hot", "eq")
+            is_pick = name_of(user) in LOOKUPS and _is_expert_weight(user.args[0]) and _is_multiplied(user)
+            num_classes = static_size(tensor_of(user).shape[-1]) if name_of(user) == "one_hot" else None
+            compares = nums_experts & {num_classes, num_compared if name_of(user) == "eq" else None}
             if user not in inside and (is_pick or compares or name_of(user) in GROUPED_MATMULS):
                 return user
     return None
 
 
-def _is_product_of_experts(node: fx.Node) -> bool:
-    is_product = name_of(node) in MATMULS | GROUPED_MATMULS
-    return is_product and any(map(_is_expert_weight, node.all_input_nodes))
+def _nums_multiplied(node: fx.Node, computed: Set[fx.Node]) -> Iterator[int]:
+    """Yield E of weights [E,...] that a call multiplies with something else than what is computed of a choice alone.
+
+    A product of a one-hot mask and a parameter is a lookup, as of positions.
+    """
+    weights = [source for source in node.all_input_nodes if _is_expert_weight(source)]
+    others = [source for source in node.all_input_nodes if source not in weights]
+    if name_of(node) in MATMULS | GROUPED_MATMULS and (not others or any(source not in computed for source in others)):
+        yield from (int(tensor_of(behind_views(weight)).shape[0]) for weight in weights)
+
+
+def _is_multiplied(pick: fx.Node) -> bool:
+    """Whether a matmul reads entries that were picked; an embedding of positions is added."""
+    return any(name_of(user) in MATMULS for view in _views_of(pick) for user in view.users)
 
 
 def _is_expert_weight(node: object) -> bool:
