@@ -70,7 +70,7 @@ def test_every_family_of_the_table_holds(name: str) -> None:
     assert_no_worse(name)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", MULTIMODAL)
 @pytest.mark.filterwarnings("ignore")
 def test_deep_models_with_images_are_chunked_in_every_layer(name: str) -> None:

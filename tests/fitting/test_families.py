@@ -41,7 +41,7 @@ def test_the_table_names_about_seventy_families() -> None:
     assert {"qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss"} <= set(names)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("family", families())
 def test_every_family_is_answered(family: str) -> None:
     pytest.importorskip("transformers")
