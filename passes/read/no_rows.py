@@ -206,7 +206,7 @@ class NoRows:
             self._assume_zero(maker.args[1])  # type: ignore[arg-type]  # a node
 
     def _assume_zero_entry(self, source: fx.Node, entry: int, dim: int = 0) -> None:
-        """At one place of a dimension, counts are zero, or what says which experts were hit."""
+        """Assume that counts, or truths about them, are zero at one place of a dimension."""
         name, inner = name_of(source), source.args[0] if source.args else None
         if not isinstance(inner, fx.Node) or self._index.flow.is_written(source) or self._index.flow.is_written(inner):
             return

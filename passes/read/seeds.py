@@ -237,8 +237,14 @@ def given_sources(node: fx.Node) -> list[fx.Node]:
         sources.append(source)
         if source.op in ("placeholder", "get_attr"):
             return sources
-        source = source.args[0] if name_of(source) in _PARTS and source.args else None
+        source = source.args[0] if name_of(source) in _PARTS and source.args and not _is_lookup(source) else None
     return []
+
+
+def _is_lookup(node: fx.Node) -> bool:
+    """Whether tensors say which entries a call takes: integers that a table is asked for are a choice of their own."""
+    others = [source for source in node.all_input_nodes if isinstance(node_value(source), torch.Tensor)]
+    return len(others) > 1 and name_of(node) != "index_select"
 
 
 def _comes_with_weights(index: fx.Node) -> bool:

@@ -102,23 +102,22 @@ import resource, sys, warnings
 import torch
 from memfine_fx.records import ChunkPlan
 from memfine_fx.runtime.loop import chunks_of, run_backward, run_forward
-from memfine_fx.runtime.routing import Routed
-from memfine_fx.runtime.routing import sort_assignments
-from tests.helpers import bodies_of, largest_error, mlp
+from memfine_fx.runtime.routing import Routed, sort_assignments
+from tests.helpers import compiled_expert_of, largest_error, mlp
 
 H, F, E, T = 64, 8192, 2, 4096
 torch.manual_seed(0)
 params = [torch.randn(E, H, F) / 8, torch.randn(E, F, H) / 90]
-bodies = bodies_of(mlp, params, ["expert", "expert"], hidden=H)
+compiled_expert = compiled_expert_of(mlp, params, ["expert", "expert"], hidden=H)
 hidden, grad = torch.randn(T, H), torch.randn(T, H)
 tables = [[param] for param in params]
 routed = Routed(hidden, torch.rand(T, 1), *sort_assignments(torch.zeros(T, 1, dtype=torch.int64), E), tables, 1)
 
 def step(rows, told):
-    chunks = chunks_of(routed, bodies, ChunkPlan("rows", rows, 0, 0, ""))
+    chunks = chunks_of(routed, compiled_expert, ChunkPlan("rows", rows, 0, 0, ""))
     with torch.no_grad():
-        out = run_forward(routed, bodies, chunks, torch.float32, told)
-        return [out, *run_backward(grad, routed, bodies, chunks, (True, True), [[True], [True]], told)]
+        out = run_forward(routed, compiled_expert, chunks, torch.float32, told)
+        return [out, *run_backward(grad, routed, compiled_expert, chunks, (True, True), [[True], [True]], told)]
 
 expected = step(128, lambda rows: sys.exit("failed without a limit"))
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
