@@ -79,7 +79,7 @@ main(["fit", sys.argv[1], "--memory", "80GiB"])
     assert done.stdout.splitlines()[0] == "[]"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_stages_go_to_stderr_and_nothing_of_other_packages(tmp_path: Path) -> None:
     config_of(num_hidden_layers=1).save_pretrained(tmp_path)
     environment = dict(os.environ, MEMFINE_CACHE=str(tmp_path / "cache"))

@@ -87,7 +87,7 @@ def test_a_request_can_be_pickled() -> None:
     assert copied.source.to_dict() == request.source.to_dict()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_processes_answer_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     config, setup, question = config_of(num_hidden_layers=6), Setup(1, 128, device="cuda"), Question("1GiB")
     alone = answer(config, setup, question, Config())
