@@ -75,7 +75,19 @@ def _compile(
     log_regions(graph_module, session, record)
     run = session.observer.on_lowered(graph_module, example_inputs, session, record)
     if run is None and (not record.lowered or config.inner_backend == "eager"):
-        run = compile_plain(graph_module, example_inputs, config.inner_backend, session.mode)
+        run = _noting_callers(
+            compile_plain(graph_module, example_inputs, config.inner_backend, session.mode), session, record
+        )
     elif run is None:
         run = CompiledGraph(graph_module, example_inputs, session, record).__call__
     return attaching(run, record.returned)
+
+
+def _noting_callers(run: Callable[..., Any], session: Session, record: CapturedGraph) -> Callable[..., Any]:
+    """Return a plain graph's run that notes whose parameters it is called with: equal layers share a graph."""
+
+    def noting(*args: Any) -> Any:
+        session.hold_graph(record, args)
+        return run(*args)
+
+    return noting

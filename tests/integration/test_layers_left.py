@@ -332,6 +332,16 @@ class Cut(nn.Module):
         return hidden + (rows.view(-1, 2, HIDDEN) * weights.unsqueeze(-1)).sum(1)
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_equal_layers_that_share_a_graph_are_counted_each(inner: str) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(Cut(), nn.Linear(HIDDEN, HIDDEN), Cut(), nn.Linear(HIDDEN, HIDDEN), Cut())
+    memfine_fx.optimize(model, inner_backend=inner)
+    model(torch.randn(13, HIDDEN)).square().mean().backward()
+    regions = memfine_fx.report(model).regions
+    assert [(region.status, region.where.module) for region in regions] == [("chunked", path) for path in "024"]
+
+
 def test_a_layer_that_is_cut_behind_its_router_is_counted_once() -> None:
     report = step_of(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Cut(), nn.Linear(HIDDEN, HIDDEN), Cut()))
     assert [(region.status, region.where.module) for region in report.regions] == [("chunked", "1"), ("chunked", "3")]
