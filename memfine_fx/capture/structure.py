@@ -71,10 +71,8 @@ def moe_layers(model: torch.nn.Module) -> list[str]:
     layers: dict[str, list[tuple[int, set[int]]]] = {}
     for path, module in modules.items():
         for num_experts, experts in _experts_in(module):
-            around = [
-                path,
-                *(path.rsplit(".", levels)[0] for levels in (1, 2) if path.count(".") >= levels - 1 and path),
-            ]
+            parts = path.split(".") if path else []
+            around = [".".join(parts[: len(parts) - levels]) for levels in range(min(2, len(parts)) + 1)]
             inside = {id(parameter) for parameter in experts}
             layer = next((each for each in around if _has_router(modules[each], num_experts, inside)), None)
             if layer is not None:

@@ -76,7 +76,11 @@ class Diagnostics:
             if self._num_known_frames != num_frames():
                 counted = graph_breaks()
                 # Attempts set these flags, and have refusals of their own.
-                new = (text for text in counted - self._known_breaks if not any(map(text.count, CAPTURE_FLAGS.values)))
+                new = (
+                    text
+                    for text in counted - self._known_breaks
+                    if not any(flag in text for flag in CAPTURE_FLAGS.values)
+                )
                 self.graph_breaks = list(dict.fromkeys([*self.graph_breaks, *new]))
                 self._known_breaks, self._num_known_frames = counted, num_frames()
 

@@ -185,9 +185,13 @@ def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]
     layers. So its module is known by the end of its path and by the parameters that its graph reads.
     """
     models = [dict(model.named_modules()) for model in list(session.models)]
+    layers = [moe_layers(modules[""]) for modules in models]
     read_by: dict[int, list[frozenset[int]]] = {}  # by the id of an outcome, the parameters of each caller of its graph
+    graphs: list[frozenset[int]] = []
     for graph in session.graphs:
-        read_by |= dict.fromkeys(map(id, graph.outcomes), graph.parameter_ids_by_caller)
+        callers = graph.parameter_ids_by_caller
+        read_by |= dict.fromkeys(map(id, graph.outcomes), callers)
+        graphs += callers
     reports: list[RegionReport] = []
     kinds: set[type[torch.nn.Module]] = set()
     for outcome in _latest(session):
@@ -203,12 +207,12 @@ def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]
         if isinstance(outcome, LoweredRegion):
             around = [(_layer_around(path, modules), modules[""]) for places in of_callers for modules, path in places]
             kinds |= {type(layer) for layer, model in around if layer is not model}
-    layers = [(path, f"{path}.") for modules in models for path in moe_layers(modules[""])]
-    reports = _without_cut_routers(reports, layers)
+    reports = _without_cut_routers(reports, [path for paths in layers for path in paths])
     explained = {report.where.module for report in reports}
-    graphs = [read for graph in session.graphs for read in graph.parameter_ids_by_caller]
-    unread = [item for modules in models if has_run for item in _unread_layers(modules, kinds, graphs, explained)]
-    return reports + list(map(outcome_report, unread))
+    for modules, paths in zip(models, layers, strict=True) if has_run else ():
+        looks = [*paths, *(path for path, module in modules.items() if type(module) in kinds)]
+        reports += map(outcome_report, _unread_layers(modules, looks, paths, graphs, explained))
+    return reports
 
 
 def _paths_of(path: str, modules: Mapping[str, torch.nn.Module], read: frozenset[int]) -> list[str]:
@@ -225,16 +229,20 @@ def _paths_of(path: str, modules: Mapping[str, torch.nn.Module], read: frozenset
     return [name for name in ends if name and _reads(read, modules[name])]
 
 
-def _without_cut_routers(reports: Sequence[RegionReport], layers: Sequence[tuple[str, str]]) -> list[RegionReport]:
+def _is_in(path: str, layer: str) -> bool:
+    """Whether the path of a module is a layer's, or that of a part of it."""
+    return not layer or path == layer or path.startswith(f"{layer}.")
+
+
+def _without_cut_routers(reports: Sequence[RegionReport], layers: Sequence[str]) -> list[RegionReport]:
     """Return the reports without routers whose experts are chunked in another graph, behind a graph break.
 
     Args:
-        layers: paths of MoE layers, and the beginning of the paths in them.
+        layers: paths of MoE layers.
     """
 
     def layer_of(report: RegionReport) -> str | None:
-        path = report.where.module
-        return next((layer for layer, start in layers if path == layer or path.startswith(start)), None)
+        return next((layer for layer in layers if _is_in(report.where.module, layer)), None)
 
     chunked = {layer_of(report) for report in reports if report.status == "chunked"} - {None}
     is_cut = [report.refused_for == Reason.GRAPH_BREAK.name and layer_of(report) in chunked for report in reports]
@@ -243,15 +251,17 @@ def _without_cut_routers(reports: Sequence[RegionReport], layers: Sequence[tuple
 
 def _unread_layers(
     modules: Mapping[str, torch.nn.Module],
-    kinds: Collection[type[torch.nn.Module]],
+    candidates: Sequence[str],
+    layers: Collection[str],
     graphs: Sequence[frozenset[int]],
     explained: Collection[str],
 ) -> list[Refusal]:
-    """Return refusals of layers that no graph reads: of chunked kinds, and what looks like a layer.
+    """Return refusals of layers that no graph reads, or that no graph reads whole.
 
     Args:
         modules: of a model, by path.
-        kinds: classes of layers that are chunked.
+        candidates: paths of what may be layers: of chunked kinds, or by their parameters.
+        layers: those of them that have a router and experts by their parameters.
         graphs: ids of the parameters that each graph reads in each of its calls.
         explained: paths that have a report.
     """
@@ -259,17 +269,16 @@ def _unread_layers(
     # What FSDP2 gathers for a layer's call is no parameter of the model.
     if any(map(is_sharded, model.parameters())) or (read and not _reads(read, model)):
         return []
-    looks, of_kinds = moe_layers(model), [path for path, module in modules.items() if type(module) in kinds]
     unread: dict[str, Refusal] = {}
-    for path in dict.fromkeys([*looks, *of_kinds]):
-        ids, where = frozenset(map(id, modules[path].parameters())), Where(path, "")
-        has_report = any(other == path or other.startswith(f"{path}.") or not path for other in explained)
+    for path in dict.fromkeys(candidates):
+        ids, where = frozenset(map(id, modules[path].parameters())), Where(path or type(model).__name__, "")
+        has_report = any(_is_in(other, path) for other in explained)
         if read.isdisjoint(ids):
             unread[path] = Refusal(where, Reason.NOT_CAPTURED, "no compiled graph reads its parameters")
-        elif path in looks and not has_report and not any(ids <= graph for graph in graphs):
+        elif path in layers and not has_report and not any(ids <= graph for graph in graphs):
             details = "no compiled graph reads all of its parameters, and none that reads some holds its routing"
             unread[path] = Refusal(where, Reason.NOT_CAPTURED, details)
-    outermost = [path for path in unread if not any(path.startswith(f"{other}.") for other in unread)]
+    outermost = [path for path in unread if not any(other != path and _is_in(path, other) for other in unread)]
     return [unread[path] for path in outermost if path not in explained]
 
 

@@ -139,14 +139,14 @@ def decoded(fields: Any, key: str, setup: Setup, question: Question) -> FitRepor
     """
     if fields["key"] != key:
         raise DamagedFile(f"expected an answer to {key}, got {str(fields['key'])[:80]}")
-    asked, least, most = (_total(fields["totals"][name]) for name in ("asked", "least", "most"))
+    as_asked, least, most = (_total(fields["totals"][name]) for name in ("asked", "least", "most"))
     if least is None or most is None:
         raise DamagedFile("expected the bytes of the smallest and of the largest budget, got none")
     return FitReport(
         _text(fields["model"]),
         setup,
         question.memory_bytes,
-        asked,
+        as_asked,
         least,
         most,
         _number_or_none(fields["longest_seq"]),

@@ -367,7 +367,7 @@ def by_reason(refused: Iterable[RegionReport]) -> str:
     layers: dict[str, list[str]] = {}
     for region in refused:
         layers.setdefault(region.reason, []).append(str(region.where))
-    return "; ".join(f"{', '.join(map(str, names))}: {reason}" for reason, names in layers.items())
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in layers.items())
 
 
 def _chunked_layers(report: Report) -> set[object]:

@@ -231,6 +231,14 @@ def test_an_effect_under_a_checkpoint_is_named_with_the_setting_that_helps() -> 
         assert step_of(model()).num_chunked == 3
 
 
+class Tables(nn.Module):
+    """Weights of four experts, whose router is in the module around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, HIDDEN, 6))
+
+
 class Skipped(nn.Module):
     """A layer whose whole frame Dynamo gives up on, since a graph breaks in a loop."""
 
@@ -294,6 +302,8 @@ class Towered(nn.Module):
             [],
         ),
         (lambda: nn.ModuleDict({"a": Listed(), "b": Block(0)}), ["a.mlp", "b.mlp"]),
+        (lambda: nn.ModuleDict({"gate": nn.Linear(HIDDEN, 4), "experts": Tables()}), [""]),
+        (lambda: nn.ModuleDict({"a": nn.ModuleDict({"gate": nn.Linear(HIDDEN, 4), "experts": Tables()})}), ["a"]),
     ],
 )
 def test_layers_are_known_by_their_parameters(layer: Callable[[], nn.Module], paths: list[str]) -> None:
