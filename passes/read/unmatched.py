@@ -136,7 +136,8 @@ def _reader_in_experts(flow: Dataflow, choice: fx.Node, inside: Set[fx.Node]) ->
     for node in _integers_of(flow, choice, with_results=True):
         if node in inside:
             return None
-        products = [*flow.descendants([node])] if node in flow.position else []
+        is_compared = node in flow.position and any(name_of(user) in ("one_hot", "eq") for user in node.users)
+        products = flow.descendants([node]) if is_compared else ()
         nums_experts = {number for product in products for number in _nums_multiplied(product, computed)}
         for user in node.users:
             is_pick = name_of(user) in LOOKUPS and _is_expert_weight(user.args[0]) and _is_multiplied(user)
