@@ -282,6 +282,8 @@ def report(model: torch.nn.Module | Callable[..., Any]) -> Report:
     for session in reversed(sessions()):
         of_model = session.restricted_to(parameters) if session.observer.compiles else None
         if of_model is not None:
+            if not of_model.models and isinstance(model, torch.nn.Module):  # its layers were called one by one
+                of_model.models.add(model)
             return report_of(of_model)
     named = [session for session in sessions() if session.observer.compiles and not session.holds_compiled]
     if named and isinstance(model, torch.nn.Module) and is_fully_sharded(model):

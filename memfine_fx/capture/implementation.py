@@ -1,6 +1,7 @@
-"""transformers models whose experts run in an eager loop: switch them to a spelling that reaches a graph.
+"""transformers models whose experts run outside of graphs: switch them to a spelling that reaches one.
 
-The eager loop (`for expert in experts_hit`) breaks the graph at every expert. Models that offer
+The eager loop (`for expert in experts_hit`) breaks the graph at every expert, and the function "memfine" has a loop of
+its own, which is chunked already. Models that offer
 `set_experts_implementation` compute the same from sorted rows ("grouped_mm") or gathered weights
 ("batched_mm"); the weights are untouched.
 """
@@ -21,12 +22,13 @@ __all__ = ["switch_experts", "switched_experts"]
 
 log = logging.getLogger(__name__)
 _CAPTURABLE = ("grouped_mm", "batched_mm")
+_SWITCHED = ("eager", "memfine")
 
 
 def switch_experts(model: torch.nn.Module) -> list[str]:
-    """Switch every eager expert loop of `model` that can be switched; one note per switch.
+    """Switch every expert loop of `model` that can be switched; one note per switch.
 
-    Only the implementation "eager" is replaced; kernels that the user chose stay.
+    Only "eager" and "memfine" are replaced; kernels that the user chose stay.
     """
     return [note for module in _switchable(model) if (note := _switch(module))]
 
@@ -54,8 +56,8 @@ def _switchable(model: torch.nn.Module) -> Iterator[Any]:
 
 def _switch(module: Any) -> str | None:
     current = module.get_experts_implementation()
-    eager = [name for name, implementation in current.items() if implementation == "eager"]
-    if not eager or not can_switch_experts(module):
+    switched = sorted({implementation for implementation in current.values() if implementation in _SWITCHED})
+    if not switched or not can_switch_experts(module):
         return None
     name = type(module).__name__
     kinds = sorted({type(table).__name__ for table in module.parameters() if table.ndim >= 3 and is_quantized(table)})
@@ -65,16 +67,16 @@ def _switch(module: Any) -> str | None:
             "spelling of experts multiplies by"
         )
     for candidate in _CAPTURABLE:
-        wanted = {key: candidate if value == "eager" else value for key, value in current.items()}
+        wanted = {key: candidate if value in _SWITCHED else value for key, value in current.items()}
         try:
             module.set_experts_implementation(wanted)
         except (ValueError, RuntimeError, ImportError) as refusal:
             log.info("%s does not take experts implementation %s: %s", name, candidate, refusal)
             continue
-        if "eager" not in module.get_experts_implementation().values():
+        if not set(_SWITCHED) & set(module.get_experts_implementation().values()):
             return (
-                f"{name}: experts implementation switched from 'eager' (a loop that never reaches a graph) to "
-                f"{candidate!r}; model.set_experts_implementation('eager') switches back"
+                f"{name}: experts implementation switched from {switched[0]!r} (a loop outside of graphs) to "
+                f"{candidate!r}; model.set_experts_implementation({switched[0]!r}) switches back"
             )
     module.set_experts_implementation(current)
     return None

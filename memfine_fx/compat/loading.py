@@ -9,11 +9,19 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ACCELERATE_BACKENDS", "ACCELERATOR", "DYNAMO_BACKENDS", "LLAMAFACTORY_CHECKPOINTS", "tell_when_loaded"]
+__all__ = [
+    "ACCELERATE_BACKENDS",
+    "ACCELERATOR",
+    "DYNAMO_BACKENDS",
+    "EXPERTS_FUNCTIONS",
+    "LLAMAFACTORY_CHECKPOINTS",
+    "tell_when_loaded",
+]
 
 DYNAMO_BACKENDS = "torch._dynamo.backends.registry"
 ACCELERATE_BACKENDS = "accelerate.utils.dataclasses"
 ACCELERATOR = "accelerate.accelerator"
+EXPERTS_FUNCTIONS = "transformers.integrations.moe"
 LLAMAFACTORY_CHECKPOINTS = "llamafactory.model.model_utils.checkpointing"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from memfine_fx.compat.checks import Feature, expect
 
@@ -16,14 +17,18 @@ __all__ = [
     "SPELLINGS",
     "can_switch_experts",
     "config_with_experts",
+    "eager_experts",
+    "experts_function",
     "installer_of_recorders",
     "is_recording_outside_graphs",
     "model_classes",
     "recordable_outputs",
+    "register_experts_function",
     "without_recorder",
 ]
 
 _MODULE = "transformers.utils.output_capturing"
+_EXPERTS = "transformers.integrations.moe"
 
 
 def installer_of_recorders() -> Callable[[torch.nn.Module], object] | None:
@@ -83,6 +88,26 @@ def config_with_experts(config: Any, implementation: str) -> Any:
     """A model's config that spells its experts in this way; the same object."""
     config._experts_implementation = implementation
     return config
+
+
+def register_experts_function(moe: Any, name: str, function: Callable[..., torch.Tensor]) -> None:
+    """Let models choose a function of their experts by name, given the module `transformers.integrations.moe`."""
+    functions = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+    if functions is not None:
+        functions.register(name, function)
+
+
+def experts_function(name: str) -> Callable[..., torch.Tensor]:
+    """Return a registered function of experts: (experts, hidden [T,H], index [T,K], weight [T,K]) -> [T,H]."""
+    function: Callable[..., torch.Tensor] = sys.modules[_EXPERTS].ALL_EXPERTS_FUNCTIONS[name]
+    return function
+
+
+def eager_experts(experts: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the forward that the class of experts defines, below transformers' choice of a function."""
+    kind = type_before_parametrizations(experts)
+    forward: Callable[..., torch.Tensor] = kind.forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
 
 
 def model_classes(auto_class: Any) -> Any:

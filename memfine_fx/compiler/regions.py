@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
+from memfine_fx.capture.experts_call import inline_calls, restore_calls
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
 from memfine_fx.compiler.own_code import compare_with_own_code
 from memfine_fx.compiler.own_code_runs import CompileGraph
@@ -74,6 +75,8 @@ def plan_regions(
         GuardRefused: a loop that skips experts without rows cannot be run for all of them.
     """
     with session.diagnostics.timed("read"):
+        if not is_disabled("regions"):
+            inline_calls(body)
         cuts = run_pass("guards", body, lambda: discharge_guards(body), None)
         if cuts is None:
             cuts = refuse_guards(body)
@@ -118,6 +121,7 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
     drop_unread_ids(body)
     restore_masks(body)
     restore_tables(body)
+    restore_calls(body)
     if session.observer.lowers:
         refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
         say_why_gathered(body.graph, refusals)

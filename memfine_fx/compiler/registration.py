@@ -20,6 +20,7 @@ from memfine_fx.compat.loading import (
     ACCELERATE_BACKENDS,
     ACCELERATOR,
     DYNAMO_BACKENDS,
+    EXPERTS_FUNCTIONS,
     LLAMAFACTORY_CHECKPOINTS,
     tell_when_loaded,
 )
@@ -33,6 +34,7 @@ def register_backend() -> None:
     tell_when_loaded(ACCELERATE_BACKENDS, _tell_accelerate)
     tell_when_loaded(ACCELERATOR, _tell_accelerator)
     tell_when_loaded(LLAMAFACTORY_CHECKPOINTS, _tell_llamafactory)
+    tell_when_loaded(EXPERTS_FUNCTIONS, _tell_transformers)
 
 
 def _tell_dynamo(registry: Any) -> None:
@@ -60,6 +62,23 @@ def _tell_llamafactory(checkpointing: Any) -> None:
     from memfine_fx.compat import llamafactory
 
     llamafactory.capture_checkpoints(checkpointing)
+
+
+def _tell_transformers(moe: Any) -> None:
+    from memfine_fx.compat import transformers
+
+    transformers.register_experts_function(moe, "memfine", _experts_forward)
+
+
+def _experts_forward(experts: Any, hidden: Any, index: Any, weight: Any) -> Any:
+    """See `experts_function`, which is loaded when a layer is first called."""
+    import torch
+
+    from memfine_fx.compiler import experts_function
+
+    if torch.compiler.is_compiling():
+        return experts_function.experts_in_graph(experts, hidden, index, weight)
+    return experts_function.experts_forward(experts, hidden, index, weight)
 
 
 def _optimized(model: Any, plugin: Any) -> bool:

@@ -209,6 +209,12 @@ class LiveRegion(Live[ChunkPlan]):
         """Replace the plan for T tokens from the next step on."""
         self._plans[num_tokens, self.context()] = plan
 
+    def forget_steps(self) -> None:
+        """Forget plans and figures of steps that were no user's."""
+        self.forget_plans()
+        self.plan, self.num_tokens, self.num_chunks, self.num_steps = None, 0, 0, 0
+        self.loads = LoadHistory()
+
     def lower(self, num_tokens: int, rows: int) -> None:
         """After an allocation failure with T tokens: no chunk above `rows` for T tokens or more."""
         before = self.plan_for(num_tokens).rows_per_chunk

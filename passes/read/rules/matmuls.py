@@ -105,6 +105,18 @@ def _product_of_tables(reader: Reader, call: Call, left: Rows, right: Rows) -> R
     return replace(left, expr=reader.emit(aten.unsqueeze.default, product, 0))
 
 
+def _table_with_product(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Rows:
+    """beta * W + alpha * B A of each expert: its weight with an adapter."""
+    table = reader.as_table(args[0], call)
+    factors = [reader.as_table(factor, call) for factor in args[1:3]]
+    if table.labels is not DimLabels.EXPERT:
+        raise call.refused(Reason.ROWS_NOT_FOLLOWED, "baddbmm of tables with other than a table [E,...]")
+    product = _product_of_tables(reader, call, *factors)
+    terms = [(table.expr, kwargs.get("beta", 1)), (product.expr, kwargs.get("alpha", 1))]
+    scaled = [expr if factor == 1 else reader.emit(aten.mul.Tensor, expr, factor) for expr, factor in terms]
+    return replace(product, expr=reader.emit(aten.add.Tensor, *scaled))
+
+
 def _words(value: Any) -> str:
     return value.labels.in_words if isinstance(value, Rows) else type(value).__name__.lower()
 
@@ -181,6 +193,8 @@ def _weighed(reader: Reader, call: Call, weights: Any, rows: Any) -> Any:
 
 
 def _baddbmm(reader: Reader, call: Call, args: Args, kwargs: Kwargs) -> Any:
+    if reader.is_parameter(args[1]) and reader.is_parameter(args[2]):
+        return _table_with_product(reader, call, args, kwargs)
     product = _dense(reader, call.dropping_first(), args[1], args[2])
     if product is None:
         raise call.refused(Reason.ROWS_NOT_FOLLOWED, "baddbmm of other than all experts' rows and weights")
