@@ -15,6 +15,7 @@ __all__ = [
     "DYNAMO_BACKENDS",
     "EXPERTS_FUNCTIONS",
     "LLAMAFACTORY_CHECKPOINTS",
+    "LORA_LAYERS",
     "tell_when_loaded",
 ]
 
@@ -22,6 +23,7 @@ DYNAMO_BACKENDS = "torch._dynamo.backends.registry"
 ACCELERATE_BACKENDS = "accelerate.utils.dataclasses"
 ACCELERATOR = "accelerate.accelerator"
 EXPERTS_FUNCTIONS = "transformers.integrations.moe"
+LORA_LAYERS = "peft.tuners.lora.layer"
 LLAMAFACTORY_CHECKPOINTS = "llamafactory.model.model_utils.checkpointing"
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from memfine_fx.compat.checks import Feature, expect
 from memfine_fx.compat.nn import own_parameters
@@ -14,6 +18,7 @@ from memfine_fx.compat.nn import own_parameters
 __all__ = [
     "MAGNITUDES",
     "WRAPPERS",
+    "activate_unchecked",
     "active_adapters",
     "adapters_on",
     "factors_to_table",
@@ -104,6 +109,42 @@ def layers_with_magnitudes(model: torch.nn.Module) -> list[Any]:
     layer = getattr(sys.modules.get(_DORA), "DoraLinearLayer", None)
     layers = [] if layer is None else [module for module in model.modules() if type(module) is layer]
     return layers if layers and MAGNITUDES.holds() else []
+
+
+def activate_unchecked(layers: Any, is_ours: Callable[[torch.nn.Module], bool]) -> None:
+    """Let adapters on some layers' weights be registered without a check, given the module `peft.tuners.lora.layer`.
+
+    PEFT registers a parametrization around each call, and torch checks its shape by computing the whole weight.
+
+    Args:
+        is_ours: of the layer whose weight is adapted.
+    """
+    wrapper = getattr(layers, "ParamWrapper", None)
+    checked: Any = getattr(wrapper, "_activate_lora", None)
+    if wrapper is None or checked is None or (hasattr(checked, "__wrapped__") and checked.__module__ == __name__):
+        return
+
+    @functools.wraps(checked)
+    @contextlib.contextmanager
+    def activate(self: Any, adapters: list[str]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with _unchecked() if is_ours(self.get_base_layer()) else contextlib.nullcontext():
+                stack.enter_context(checked(self, adapters))
+            yield
+
+    activate.__module__ = __name__
+    wrapper._activate_lora = activate
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """Inside, parametrizations are registered as `unsafe` ones: torch computes none to check it."""
+    register = parametrize.register_parametrization
+    parametrize.register_parametrization = functools.partial(register, unsafe=True)
+    try:
+        yield
+    finally:
+        parametrize.register_parametrization = register
 
 
 class _WholeWeight:

@@ -22,6 +22,7 @@ __all__ = [
     "installer_of_recorders",
     "is_recording_outside_graphs",
     "model_classes",
+    "name_of_experts_function",
     "recordable_outputs",
     "register_experts_function",
     "without_recorder",
@@ -101,6 +102,12 @@ def experts_function(name: str) -> Callable[..., torch.Tensor]:
     """Return a registered function of experts: (experts, hidden [T,H], index [T,K], weight [T,K]) -> [T,H]."""
     function: Callable[..., torch.Tensor] = sys.modules[_EXPERTS].ALL_EXPERTS_FUNCTIONS[name]
     return function
+
+
+def name_of_experts_function(experts: torch.nn.Module) -> str | None:
+    """Return the name of the function that experts' config chooses; None where nothing is chosen."""
+    name: str | None = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return name
 
 
 def eager_experts(experts: torch.nn.Module) -> Callable[..., torch.Tensor]:

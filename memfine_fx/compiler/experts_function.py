@@ -16,6 +16,7 @@ that the loop computes them one expert at a time.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -68,7 +69,7 @@ class _Kind:
     """What runs in layers of one kind; lives as long as one of them.
 
     Args:
-        name: by which graphs call it; "" where the layer is refused.
+        name: by which graphs call it; "" where none may.
         traced: the layer as traced, and in chunks; None where it is refused.
     """
 
@@ -183,9 +184,9 @@ def _prepared(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments
     session, name, where = _session(), type_before_parametrizations(experts).__name__, Where(source=_place_of(experts))
     reason = _why_not(tensors)
     if not reason:
-        graph_module, inputs = _traced(experts, tensors, arguments)
+        graph_module, inputs, constants = _traced(experts, tensors, arguments)
         graph = copied_module(graph_module).graph
-        run = _outside_autocast(compile_graph(graph_module, inputs, session))
+        run = _outside_autocast(functools.partial(compile_graph(graph_module, inputs, session), *constants))
         captured = session.graphs[-1]
         for live in captured.live_regions():
             live.name = name
@@ -195,7 +196,7 @@ def _prepared(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments
             reason = "no experts are found in it"
         else:
             # The rewritten graph itself: a call of `run` would count as a step of the layer.
-            chunked = _outside_autocast(graph_module)
+            chunked = _outside_autocast(functools.partial(graph_module, *constants))
             reason = reason or _difference(experts, chunked, captured.live_regions(), tensors, arguments)
         if reason and captured.live_regions():
             captured.outcomes[:] = [Refusal(where, Reason.OTHER_OUTPUT, reason)]
@@ -203,6 +204,8 @@ def _prepared(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments
         warnings.warn(f'memfine_fx: {name} runs in transformers\' "grouped_mm", not in chunks: {reason}', stacklevel=2)
         return _Kind()
     name, traced = captured.live_regions()[0].region_id, TracedExperts(graph, run)
+    if constants:
+        return _Kind("", traced)
     register_traced(name, traced)
     return _Kind(name, traced)
 
@@ -280,9 +283,11 @@ def _with_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix
 
 def _traced(
     experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments: Sequence[Tensor]
-) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Return the graph of a layer in transformers' "batched_mm" with a symbolic T, and its inputs: the layer's own
-    tensors, then fake arguments.
+) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
+    """Return the graph of a layer in transformers' "batched_mm" with a symbolic T, its inputs, and the bound ones.
+
+    Bound inputs come first: tensors inside of other objects, such as scales of 4-bit weights. The layer's own tensors
+    follow, then fake arguments.
     """
     shape_env = ShapeEnv()
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
@@ -303,16 +308,32 @@ def _traced(
     with torch.no_grad():
         graph_module = make_fx(functional, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     graph_module.graph.eliminate_dead_code()
+    constants = _bind_constants(graph_module)
+    fakes = [*(_as_parameter(mode.from_tensor(tensor, static_shapes=True)) for tensor in constants), *fakes]
     file, _, line = _place_of(experts).rpartition(":")
     for node in graph_module.graph.nodes:
         node.meta["stack_trace"] = f'  File "{file}", line {line}, in forward\n'
     _Examples(graph_module).run(*fakes)
-    return graph_module, [*tensors.values(), *fakes[len(tensors) :]]
+    return graph_module, [*constants, *tensors.values(), *fakes[-len(arguments) :]], constants
+
+
+def _bind_constants(graph_module: fx.GraphModule) -> list[Tensor]:
+    """Turn tensors that a graph holds into its first inputs, and return them."""
+    graph = graph_module.graph
+    first, held = next(iter(graph.nodes)), graph.find_nodes(op="get_attr")
+    tensors: list[Tensor] = []
+    for node in held:
+        tensors.append(getattr(graph_module, node.target))
+        with graph.inserting_before(first):
+            node.replace_all_uses_with(graph.placeholder(node.name))
+        graph.erase_node(node)
+    graph_module.recompile()
+    return tensors
 
 
 def _as_parameter(tensor: Tensor) -> Tensor:
     """Return a tensor of a layer as one that does not depend on tokens: the pass knows these as parameters."""
-    return torch.nn.Parameter(tensor, tensor.requires_grad) if tensor.is_floating_point() else tensor
+    return torch.nn.Parameter(tensor, tensor.requires_grad)
 
 
 def _place_of(experts: torch.nn.Module) -> str:

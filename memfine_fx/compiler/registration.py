@@ -22,6 +22,7 @@ from memfine_fx.compat.loading import (
     DYNAMO_BACKENDS,
     EXPERTS_FUNCTIONS,
     LLAMAFACTORY_CHECKPOINTS,
+    LORA_LAYERS,
     tell_when_loaded,
 )
 
@@ -35,6 +36,7 @@ def register_backend() -> None:
     tell_when_loaded(ACCELERATOR, _tell_accelerator)
     tell_when_loaded(LLAMAFACTORY_CHECKPOINTS, _tell_llamafactory)
     tell_when_loaded(EXPERTS_FUNCTIONS, _tell_transformers)
+    tell_when_loaded(LORA_LAYERS, _tell_peft)
 
 
 def _tell_dynamo(registry: Any) -> None:
@@ -68,6 +70,12 @@ def _tell_transformers(moe: Any) -> None:
     from memfine_fx.compat import transformers
 
     transformers.register_experts_function(moe, "memfine", _experts_forward)
+
+
+def _tell_peft(layers: Any) -> None:
+    from memfine_fx.compat import peft, transformers
+
+    peft.activate_unchecked(layers, lambda experts: transformers.name_of_experts_function(experts) == "memfine")
 
 
 def _experts_forward(experts: Any, hidden: Any, index: Any, weight: Any) -> Any:

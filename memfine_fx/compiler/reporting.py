@@ -219,7 +219,7 @@ def _paths_of(path: str, modules: Mapping[str, torch.nn.Module], read: frozenset
     """Return the paths in a model that an outcome may have, by the end of its own path and what its graph reads."""
     if not path:  # the frame was the layer's own: it is the module around all that it reads
         owners = [
-            name.rpartition(".")[0].replace(".", "/")
+            _owner_of(name).replace(".", "/")
             for name, parameter in modules[""].named_parameters()
             if id(parameter) in read
         ]
@@ -227,6 +227,12 @@ def _paths_of(path: str, modules: Mapping[str, torch.nn.Module], read: frozenset
         return [around.replace("/", ".")] if around else []
     ends = [path] if path in modules else [name for name in modules if name.endswith(f".{path}")]
     return [name for name in ends if name and _reads(read, modules[name])]
+
+
+def _owner_of(parameter: str) -> str:
+    """Return the path of the module that a parameter belongs to, behind what parametrizes it."""
+    owner, _, parametrized = parameter.partition(".parametrizations.")
+    return owner if parametrized else parameter.rpartition(".")[0]
 
 
 def _is_in(path: str, layer: str) -> bool:

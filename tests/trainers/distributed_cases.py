@@ -248,3 +248,29 @@ def _whole(gradient: Any) -> torch.Tensor:
     whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     assert isinstance(whole, torch.Tensor)
     return whole
+
+
+def experts_function_run(rank: int, takes_fsdp2: bool) -> float:
+    """Return the largest relative error of a gradient with `experts_implementation="memfine"` against "eager"."""
+    gradients: dict[str, dict[str, torch.Tensor]] = {}
+    for implementation in ("eager", "memfine"):
+        torch.manual_seed(0)
+        model: Any = tiny_causal_lm("qwen3_moe", num_hidden_layers=NUM_LAYERS, **SIZES)
+        model.set_experts_implementation(implementation)
+        if takes_fsdp2:
+            for layer in model.model.layers:
+                fully_shard(layer)
+            call: Any = fully_shard(model)
+        else:
+            call = DistributedDataParallel(model)
+        tokens = torch.randint(1, 64, (2, 24), generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):  # the second gradients find buckets and gathered parameters of the first step
+            model.zero_grad()
+            call(input_ids=tokens, labels=tokens).loss.backward()
+        gradients[implementation] = {
+            name: parameter.grad.full_tensor() if takes_fsdp2 else parameter.grad
+            for name, parameter in model.named_parameters()
+        }
+    assert memfine_fx.report(model).num_chunked >= 1
+    chunked = gradients["memfine"]
+    return max(relative_error(chunked[name], expected) for name, expected in gradients["eager"].items())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memfine_fx
+from memfine_fx.compiler import experts_function
 from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models.loops import LoopConfig, LoopMoE
@@ -222,3 +223,65 @@ def test_computed_expert_weights_get_their_gradients(make: Any, inner: str) -> N
     optimized = optimized_copy(model, inner=inner, rows_per_chunk=3)
     assert_same_step(optimized, model, {"x": torch.randn(10, HIDDEN)})
     assert memfine_fx.report(optimized).num_chunked == 1
+
+
+EXPERT_TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def step_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    if loss.requires_grad:  # not where adapters are merged
+        loss.backward()
+    gradients = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def assert_experts_function_agrees(model: Any, inputs: dict[str, Tensor]) -> None:
+    model.set_experts_implementation("eager")
+    expected = step_of(model, inputs)
+    model.set_experts_implementation("memfine")
+    results = step_of(model, inputs)
+    assert results.keys() == expected.keys()
+    assert all(relative_error(results[name], value) < FP32_TOLERANCE for name, value in expected.items())
+
+
+@pytest.mark.trainers
+def test_the_experts_function_follows_the_life_of_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = lora(target_modules=["q_proj"], target_parameters=EXPERT_TARGETS), batch()
+    assert_experts_function_agrees(model, inputs)
+    num_kinds = len(experts_function._kinds)
+    assert_experts_function_agrees(model, inputs)
+    assert len(experts_function._kinds) == num_kinds  # PEFT parametrizes anew at each call
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=EXPERT_TARGETS))
+    model.set_adapter("second")
+    assert_experts_function_agrees(model, inputs)
+    with model.disable_adapter():
+        assert_experts_function_agrees(model, inputs)
+    model.set_adapter("default")
+    model.merge_adapter()
+    assert_experts_function_agrees(model, inputs)
+    model.unmerge_adapter()
+    assert_experts_function_agrees(model, inputs)
+    merged = model.merge_and_unload()
+    assert_experts_function_agrees(merged, inputs)
+
+
+@pytest.mark.trainers
+def test_the_experts_function_adds_adapters_one_expert_at_a_time() -> None:
+    peft = pytest.importorskip("peft")
+    sizes = dict(num_local_experts=32, hidden_size=128, moe_intermediate_size=256, num_hidden_layers=1)
+    model = peft.get_peft_model(
+        tiny_causal_lm("qwen3_moe", **sizes), peft.LoraConfig(r=2, target_parameters=EXPERT_TARGETS)
+    )
+    inputs = batch()
+
+    def peak(implementation: str) -> int:
+        model.set_experts_implementation(implementation)
+        step_of(model, inputs)
+        return trace_memory(lambda: step_of(model, inputs), torch.device("cpu")).peak_bytes
+
+    table_bytes = 4 * 32 * 2 * 256 * 128
+    assert peak("grouped_mm") > table_bytes
+    assert peak("memfine") < 0.15 * peak("grouped_mm")

@@ -10,6 +10,7 @@ from tests.trainers.distributed_cases import (
     NUM_LAYERS,
     cut_graph_warnings,
     ddp_run,
+    experts_function_run,
     fsdp2_adapters_run,
     fsdp2_run,
     head_run,
@@ -70,3 +71,10 @@ def test_a_graph_that_ddp_cut_is_named_once() -> None:
         assert "found nothing to chunk" in caught[0]
         assert "memfine_fx.optimize(model)" in caught[0]
         assert "torch._dynamo.config.optimize_ddp = False" in caught[0]
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("takes_fsdp2", [False, True], ids=["DDP", "FSDP2"])
+def test_the_experts_function_has_the_gradients_of_the_eager_loop(takes_fsdp2: bool) -> None:
+    for error in run_ranks(experts_function_run, 2, takes_fsdp2):
+        assert error < 1e-5

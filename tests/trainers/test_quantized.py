@@ -28,6 +28,8 @@ SIZES = {
 }
 TABLE_BYTES = 4 * NUM_EXPERTS * HIDDEN * WIDTH
 
+CPU = torch.device("cpu")
+
 pytestmark = pytest.mark.trainers
 
 
@@ -309,3 +311,28 @@ def test_adapters_in_bf16_are_no_further_from_fp32_than_the_model_as_written(nam
     cell = check(name, family)
     assert cell.state == "local" and cell.error < FP32_TOLERANCE, cell
     assert cell.bf16 is not None and cell.bf16 < BF16_FACTOR, cell
+
+
+def test_the_experts_function_dequantizes_one_expert_at_a_time() -> None:
+    eager = in_4_bits()
+    chunked = copy.deepcopy(eager)
+    eager.set_experts_implementation("eager")
+    chunked.set_experts_implementation("memfine")
+    tokens = torch.randint(1, 64, (2, 12))
+
+    def step(whole: Any) -> tuple[float, Tensor, int]:
+        def run() -> None:
+            whole.zero_grad()
+            whole(input_ids=tokens, labels=tokens).loss.backward()
+
+        run()
+        gradient = whole.model.embed_tokens.weight.grad.clone()
+        return whole(input_ids=tokens, labels=tokens).loss.item(), gradient, trace_memory(run, CPU).peak_bytes
+
+    (loss, gradient, peak), (eager_loss, eager_gradient, eager_peak) = step(chunked), step(eager)
+    assert loss == pytest.approx(eager_loss, rel=1e-5)
+    assert relative_error(gradient, eager_gradient) < FP32_TOLERANCE
+    report = memfine_fx.report(chunked)
+    assert [region.where.module for region in report.regions] == [f"model.layers.{n}.mlp.experts" for n in range(2)]
+    assert all("each expert's tables" in region.makes_tables for region in report.regions)
+    assert peak < eager_peak - TABLE_BYTES
