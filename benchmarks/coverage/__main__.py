@@ -1,10 +1,11 @@
 """``python -m benchmarks.coverage``: check every family and spelling; write results/coverage.jsonl, docs/coverage.md.
 
 With ``--multimodal`` deep multimodal models with images are checked instead; their rows are in
-results/coverage_multimodal.jsonl. With ``--packages`` the layers of the packages that packages.txt names are checked
-instead, in the environment that has them (``make coverage-packages``); their rows are in
-results/coverage_packages.jsonl. With ``--version`` five families are checked in the version of transformers that is
-installed (``make coverage-versions``).
+results/coverage_multimodal.jsonl. With ``--experts-function`` families are chunked by
+`experts_implementation="memfine"`; their rows are in results/coverage_experts_function.jsonl. With ``--packages`` the
+layers of the packages that packages.txt names are checked instead, in the environment that has them (``make
+coverage-packages``); their rows are in results/coverage_packages.jsonl. With ``--version`` five families are checked in
+the version of transformers that is installed (``make coverage-versions``).
 
 The work is done by a child process that prints a row per model; when it dies or hangs on one, that one's row
 says so, and a fresh child goes on with the rest.
@@ -25,16 +26,19 @@ from pathlib import Path
 from benchmarks.coverage.families import moe_families
 from benchmarks.coverage.multimodal import MULTIMODAL
 from benchmarks.coverage.packages import PACKAGED
-from benchmarks.coverage.rows import CoverageRow, MultimodalRow, PackageRow, VersionRow
+from benchmarks.coverage.rows import EXPERTS_FUNCTION, CoverageRow, MultimodalRow, PackageRow, VersionRow
 from benchmarks.coverage.spellings import SPELLINGS
 from benchmarks.coverage.table import coverage_page
 
 RESULTS = Path(__file__).parents[1] / "results" / "coverage.jsonl"
 MULTIMODAL_RESULTS = RESULTS.with_name("coverage_multimodal.jsonl")
+FUNCTION_RESULTS = RESULTS.with_name("coverage_experts_function.jsonl")
 PACKAGE_RESULTS = RESULTS.with_name("coverage_packages.jsonl")
 VERSION_RESULTS = RESULTS.with_name("coverage_versions.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 FAMILIES_OF_VERSIONS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
+_FUNCTION = "experts function of "
+"""Before the name of a family whose experts' function is checked."""
 _SECONDS_PER_MODEL, _SECONDS_PER_DEEP_MODEL = 300, 1500
 
 
@@ -43,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", metavar="NAME", help="families or spellings; others keep their rows")
     parser.add_argument("--packages", action="store_true", help="layers as their packages ship them, not the others")
     parser.add_argument("--multimodal", action="store_true", help="deep models with images, not the others")
+    parser.add_argument("--experts-function", action="store_true", help="families chunked by their experts' function")
     parser.add_argument("--version", action="store_true", help="five families in this version of transformers")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="only write the table again from the stored rows")
@@ -57,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names, stored, results = list(PACKAGED), stored_package_rows, PACKAGE_RESULTS
     elif options.multimodal:
         names, stored, results = list(MULTIMODAL), stored_multimodal_rows, MULTIMODAL_RESULTS
+    elif options.experts_function:
+        names, stored, results = _function_names(), stored_function_rows, FUNCTION_RESULTS
     rows: dict[str, CoverageRow] = {**stored()}
     if not options.table:
         wanted = [name for name in names if options.only is None or name in options.only]
@@ -88,11 +95,15 @@ def page_of(rows: list[CoverageRow]) -> str:
     multimodal = stored_multimodal_rows()
     missing = {name: MultimodalRow("multimodal", name, failure="not measured yet") for name in MULTIMODAL}
     rows_of_multimodal = [multimodal.get(name, missing[name]) for name in MULTIMODAL]
-    return coverage_page(rows, rows_of_packages, stored_version_rows(), rows_of_multimodal, versions)
+    return coverage_page(rows, rows_of_packages, stored_version_rows(), rows_of_multimodal, versions, function_rows())
 
 
 def _names() -> list[str]:
     return [*SPELLINGS, *(family.name for family in moe_families())]
+
+
+def _function_names() -> list[str]:
+    return [f"{_FUNCTION}{family.name}" for family in moe_families()]
 
 
 def _run(names: list[str]) -> Iterator[CoverageRow]:
@@ -138,11 +149,19 @@ def _ended(name: str, failure: str) -> CoverageRow:
         entry = PACKAGED[name]
         installed = entry.installed or entry.version
         return PackageRow("package", name, failure=failure, package=entry.package, version=installed)
+    if name.startswith(_FUNCTION):
+        return CoverageRow(EXPERTS_FUNCTION, name, failure=failure)
     return CoverageRow("spelling" if name in SPELLINGS else "family", name, failure=failure)
 
 
 def _child(names: list[str]) -> int:
-    from benchmarks.coverage.check import check_family, check_multimodal, check_package, check_spelling
+    from benchmarks.coverage.check import (
+        check_experts_function,
+        check_family,
+        check_multimodal,
+        check_package,
+        check_spelling,
+    )
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -152,6 +171,8 @@ def _child(names: list[str]) -> int:
             row: CoverageRow = check_package(PACKAGED[name])
         elif name in MULTIMODAL:
             row = check_multimodal(name)
+        elif name.startswith(_FUNCTION):
+            row = dataclasses.replace(check_experts_function(families[name.removeprefix(_FUNCTION)]), name=name)
         else:
             row = check_spelling(name) if name in SPELLINGS else check_family(families[name])
         print(row.to_json(), file=out, flush=True)
@@ -168,6 +189,15 @@ def stored_package_rows() -> dict[str, PackageRow]:
 
 def stored_multimodal_rows() -> dict[str, MultimodalRow]:
     return {row.name: row for row in map(MultimodalRow.from_json, _lines(MULTIMODAL_RESULTS))}
+
+
+def stored_function_rows() -> dict[str, CoverageRow]:
+    return {row.name: row for row in map(CoverageRow.from_json, _lines(FUNCTION_RESULTS))}
+
+
+def function_rows() -> list[CoverageRow]:
+    """The stored rows of experts' functions, by the names of their families."""
+    return [dataclasses.replace(row, name=row.name.removeprefix(_FUNCTION)) for row in stored_function_rows().values()]
 
 
 def stored_version_rows() -> list[VersionRow]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,15 +19,33 @@ import memfine_fx
 from benchmarks.coverage.families import Family
 from benchmarks.coverage.multimodal import MULTIMODAL
 from benchmarks.coverage.packages import PackagedLayer
-from benchmarks.coverage.rows import EAGER_FACTOR, NOT_INSTALLED, TOLERANCE, CoverageRow, MultimodalRow, PackageRow
+from benchmarks.coverage.rows import (
+    EAGER_FACTOR,
+    EXPERTS_FUNCTION,
+    NO_FUNCTION,
+    NOT_INSTALLED,
+    TOLERANCE,
+    CoverageRow,
+    MultimodalRow,
+    PackageRow,
+)
 from benchmarks.coverage.spellings import SPELLINGS
 from memfine_fx.capture.structure import moe_layers
+from memfine_fx.compat.transformers import name_of_experts_function
 from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.runtime import op
 
-__all__ = ["LayerModel", "check_family", "check_model", "check_multimodal", "check_package", "check_spelling"]
+__all__ = [
+    "LayerModel",
+    "check_experts_function",
+    "check_family",
+    "check_model",
+    "check_multimodal",
+    "check_package",
+    "check_spelling",
+]
 
 RowT = TypeVar("RowT", bound=CoverageRow)
 
@@ -45,6 +64,25 @@ class LayerModel(TinyModel):
 
 def check_family(family: Family) -> CoverageRow:
     """The row of one transformers family, from the first of its model types that can be built and run."""
+    tiny = _first_that_runs(family)
+    if isinstance(tiny, str):
+        return CoverageRow("family", family.name, failure=tiny)
+    return check_model("family", family.name, tiny)
+
+
+def check_experts_function(family: Family) -> CoverageRow:
+    """The row of one transformers family whose experts are chunked by `experts_implementation="memfine"` alone."""
+    tiny = _first_that_runs(family)
+    if isinstance(tiny, str):
+        return CoverageRow(EXPERTS_FUNCTION, family.name, failure=tiny)
+    if not any(name_of_experts_function(module) and hasattr(module, "has_gate") for module in tiny.module.modules()):
+        return CoverageRow(EXPERTS_FUNCTION, family.name, failure=NO_FUNCTION)
+    with mock.patch.dict(os.environ, MEMFINE_OPTIONS=f"rows_per_chunk={_ROWS_PER_CHUNK}"):
+        return check_model(EXPERTS_FUNCTION, family.name, tiny)
+
+
+def _first_that_runs(family: Family) -> TinyModel | str:
+    """Return a toy model of the first of a family's model types that can be built and run, else why none can."""
     failures = []
     for model_type in family.model_types:
         try:
@@ -57,8 +95,8 @@ def check_family(family: Family) -> CoverageRow:
         except Exception as error:  # NOTE: a model that does not run as it is; the row says so
             failures.append(f"{model_type} does not run at toy size: {type(error).__name__}: {error}"[:300])
         else:
-            return check_model("family", family.name, tiny)
-    return CoverageRow("family", family.name, failure="; ".join(failures) or "no model type of it is registered")
+            return tiny
+    return "; ".join(failures) or "no model type of it is registered"
 
 
 def check_spelling(name: str) -> CoverageRow:
@@ -154,7 +192,7 @@ def _num_plain_graphs(tiny: TinyModel) -> int:
 
 
 def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
-    """Optimize a copy with the eager inner compiler and compare it with the model."""
+    """Chunk a copy, with the eager inner compiler where one is needed, and compare it with the model."""
     torch._dynamo.reset()
     module = tiny.module
     # NOTE: never run, so that its copies are as new: layers count tokens in buffers and keep their last loss.
@@ -162,8 +200,13 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
     row = CoverageRow(kind, name, built=type(module).__name__, num_layers=_num_expert_layers(module))
     optimized = _copied(module)
     config = memfine_fx.Config(rows_per_chunk=_ROWS_PER_CHUNK, inner_backend="eager")
+    uses_function = kind == EXPERTS_FUNCTION
     try:
-        memfine_fx.optimize(optimized, inner_backend="eager", config=config)
+        if uses_function:
+            module.set_experts_implementation("eager")
+            optimized.set_experts_implementation("memfine")
+        else:
+            memfine_fx.optimize(optimized, inner_backend="eager", config=config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _step(optimized, tiny)
@@ -182,7 +225,7 @@ def check_model(kind: str, name: str, tiny: TinyModel) -> CoverageRow:
         num_raised=num_raised,
         worst_error=errors[worst],
         worst_name=worst,
-        peak_ratio=_peak_ratio(optimized, tiny) if report.num_chunked else None,
+        peak_ratio=_peak_ratio(optimized, tiny) if report.num_chunked and not uses_function else None,
         reasons=tuple(dict.fromkeys(region.reason for region in refused)),
         uncompared=tuple(dict.fromkeys(filter(None, (region.not_compared_with_code for region in report.regions)))),
     )

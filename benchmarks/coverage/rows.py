@@ -7,11 +7,23 @@ import json
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["EAGER_FACTOR", "NOT_INSTALLED", "TOLERANCE", "CoverageRow", "MultimodalRow", "PackageRow", "VersionRow"]
+__all__ = [
+    "EAGER_FACTOR",
+    "EXPERTS_FUNCTION",
+    "NOT_INSTALLED",
+    "NO_FUNCTION",
+    "TOLERANCE",
+    "CoverageRow",
+    "MultimodalRow",
+    "PackageRow",
+    "VersionRow",
+]
 
 TOLERANCE = 1e-5
 EAGER_FACTOR = 4.0
 NOT_INSTALLED = "not installed"
+EXPERTS_FUNCTION = "experts function"
+NO_FUNCTION = "transformers gives its experts no choice of a function"
 
 
 @dataclass(frozen=True)
@@ -19,8 +31,8 @@ class CoverageRow:
     """What became of one model or spelling.
 
     Args:
-        kind: "family" (of transformers), "spelling" (hand-written layer), "package" (a layer of a package) or
-            "multimodal" (a deep model of transformers with images).
+        kind: "family" (of transformers), "experts function" (a family chunked by it alone), "spelling" (hand-written
+            layer), "package" (a layer of a package) or "multimodal" (a deep model of transformers with images).
         name: family, spelling, or package and configuration.
         built: class that was built, "" where none could be.
         num_layers: layers of experts in it, by class name.

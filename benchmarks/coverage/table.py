@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.coverage.forms import FORMS, Form
 from benchmarks.coverage.rows import (
     EAGER_FACTOR,
+    NO_FUNCTION,
     NOT_INSTALLED,
     TOLERANCE,
     CoverageRow,
@@ -24,6 +25,7 @@ def coverage_page(
     by_version: Sequence[VersionRow],
     multimodal: Sequence[MultimodalRow],
     versions: str,
+    of_functions: Sequence[CoverageRow] = (),
 ) -> str:
     """The whole page.
 
@@ -33,6 +35,7 @@ def coverage_page(
         by_version: of a few families in several versions of transformers.
         multimodal: of deep models with images.
         versions: of transformers and torch, in words.
+        of_functions: of families that `experts_implementation="memfine"` chunks.
     """
     families = [row for row in rows if row.kind == "family"]
     spellings = [row for row in rows if row.kind == "spelling"]
@@ -63,6 +66,7 @@ def coverage_page(
             *_table(families),
             "",
             *_versions(by_version),
+            *_experts_functions(of_functions),
             *_multimodal(multimodal),
             "## Hand-written spellings",
             "",
@@ -91,6 +95,26 @@ def coverage_page(
             *_packages(packaged),
         ]
     )
+
+
+def _experts_functions(rows: Sequence[CoverageRow]) -> list[str]:
+    """The section of families that are chunked without a compiler."""
+    taking = [row for row in rows if row.failure != NO_FUNCTION]
+    others = [row.name for row in rows if row.failure == NO_FUNCTION]
+    left = [
+        f"* {row.name}: {row.failure or '; '.join(row.reasons) or _error(row)}" for row in taking if not row.is_whole
+    ]
+    return [
+        '## `experts_implementation="memfine"`',
+        "",
+        "Written by `python -m benchmarks.coverage --experts-function`. Loss and every gradient are compared with "
+        'transformers\' `"eager"`, by the same rule as above. '
+        f"**Every layer chunked and exact: {_num_whole(taking)} of {len(taking)} families whose experts take a "
+        f"function by name.** The others have experts of their own form: {', '.join(others)}.",
+        "",
+        *left,
+        *([""] if left else []),
+    ]
 
 
 def _multimodal(rows: Sequence[MultimodalRow]) -> list[str]:

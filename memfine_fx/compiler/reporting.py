@@ -276,9 +276,11 @@ def _unread_layers(
     if any(map(is_sharded, model.parameters())) or (read and not _reads(read, model)):
         return []
     unread: dict[str, Refusal] = {}
+    reported = [frozenset(map(id, modules[path].parameters())) for path in explained if path in modules]
     for path in dict.fromkeys(candidates):
         ids, where = frozenset(map(id, modules[path].parameters())), Where(path or type(model).__name__, "")
         has_report = any(_is_in(other, path) for other in explained)
+        has_report = has_report or any(own and own <= ids for own in reported)  # layers may share their experts
         if read.isdisjoint(ids):
             unread[path] = Refusal(where, Reason.NOT_CAPTURED, "no compiled graph reads its parameters")
         elif path in layers and not has_report and not any(ids <= graph for graph in graphs):

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from benchmarks.coverage.__main__ import PAGE, page_of, stored_multimodal_rows, stored_rows
-from benchmarks.coverage.check import check_family, check_multimodal, check_spelling
+from benchmarks.coverage.__main__ import PAGE, function_rows, page_of, stored_multimodal_rows, stored_rows
+from benchmarks.coverage.check import check_experts_function, check_family, check_multimodal, check_spelling
 from benchmarks.coverage.families import moe_families
 from benchmarks.coverage.multimodal import MULTIMODAL
-from benchmarks.coverage.rows import CoverageRow
+from benchmarks.coverage.rows import NO_FUNCTION, CoverageRow
 from benchmarks.coverage.spellings import SPELLINGS
 
 pytestmark = pytest.mark.own_code
@@ -61,6 +61,29 @@ def versions_in(page: str) -> str:
 @pytest.mark.filterwarnings("ignore")
 def test_a_cheap_part_of_the_table_holds(name: str) -> None:
     assert_no_worse(name)
+
+
+def test_every_family_has_a_row_of_its_experts_function() -> None:
+    rows = {row.name: row for row in function_rows()}
+    assert rows.keys() == FAMILIES.keys()
+    assert sum(row.is_whole for row in rows.values()) >= 60
+    assert all(row.is_whole or row.failure == NO_FUNCTION for row in rows.values())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "nemotron_h", "openai_privacy_filter", "dbrx"])
+def test_a_cheap_part_of_the_experts_functions_holds(name: str) -> None:
+    assert_function_no_worse(name)
+
+
+@pytest.mark.slow
+def test_every_experts_function_of_the_table_holds() -> None:
+    for name in FAMILIES:
+        assert_function_no_worse(name)
+
+
+def assert_function_no_worse(name: str) -> None:
+    row, stored = check_experts_function(FAMILIES[name]), {row.name: row for row in function_rows()}[name]
+    assert (row.is_whole, row.failure, row.num_raised) == (stored.is_whole, stored.failure, stored.num_raised), name
 
 
 @pytest.mark.slow
