@@ -40,16 +40,19 @@ _LABELS = {
 }
 # What users choose among, and which rows have it.
 _TECHNIQUES = {
-    "model_cpu.jsonl": (
-        "compile",
-        "compile+checkpoint",
-        "memfine",
-        "memfine-least",
-        "memfine+checkpoint",
-        "memfine-unlimited",
-    ),
-    "vocab_cpu.jsonl": ("compile", "memfine+head", "memfine+checkpoint+head"),
-    "adapters_cpu.jsonl": ("compile", "eager", "eager+checkpoint", "memfine"),
+    "model_cpu.jsonl": ("compile+checkpoint", "memfine", "memfine-least"),
+    "vocab_cpu.jsonl": ("memfine+head", "memfine+checkpoint+head"),
+    "adapters_cpu.jsonl": ("eager+checkpoint", "memfine"),
+}
+_TECHNIQUE_MODELS = {
+    "model_cpu.jsonl": "Qwen3-MoE model",
+    "vocab_cpu.jsonl": "the same with a large vocabulary",
+    "adapters_cpu.jsonl": "one layer, PEFT's LoRA on frozen experts",
+}
+_TECHNIQUE_LABELS = {
+    "memfine-least": '**memfine**, `memory_budget="least"`',
+    "memfine+head": "**memfine**, `returns_logits=False`",
+    "memfine+checkpoint+head": "**memfine**, `returns_logits=False`, gradient checkpointing",
 }
 _ADAPTED, _ADAPTED_EXPERTS = "lora", 64
 
@@ -156,22 +159,28 @@ def _are_timed(one: Summary, other: Summary | None) -> bool:
 
 
 def techniques_block() -> str:
-    """Each technique with its bytes and seconds, beside torch.compile at the same sizes."""
+    """Each technique's memory and step time as a share of torch.compile's at the same sizes."""
     lines, machines = [], {}
     for name, peers in _TECHNIQUES.items():
         rows = [row for row in read_rows(RESULTS / name) if _is_in_ladder(row)]
         found = {one.job.peer: one for one in sorted(summaries_of(rows), key=lambda one: one.job.steps)}
         plain = found["compile"]
-        adapted = ", PEFT's LoRA on frozen experts" if plain.job.workload == _ADAPTED else ""
-        lines.append([f"*{plain.job.sizes}{adapted}*", "", "", "", "", ""])
+        lines.append([f"*{_TECHNIQUE_MODELS[name]}, {plain.job.sizes}*", "1.00", f"{_mib(plain)} MiB", "1.00"])
         for one in map(found.__getitem__, peers):
-            peak, seconds = one.peak_bytes / plain.peak_bytes, one.step_seconds / plain.step_seconds
-            times = [_time(one), f"{seconds:.2f} x"] if _are_timed(one, plain) else ["-", "-"]
-            lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", _whole(one), *times])
+            times = f"{one.step_seconds / plain.step_seconds:.2f}" if _are_timed(one, plain) else "-"
+            share = f"{one.peak_bytes / plain.peak_bytes:.2f}"
+            lines.append([_TECHNIQUE_LABELS.get(one.job.peer) or label_of(one.job.peer), share, f"{_mib(one)} MiB", times])
         machines |= dict.fromkeys(machine_lines(rows))
-    table = markdown(" | peak MiB | of torch.compile | with gradients | step s | of torch.compile", lines)
-    rows_from = ", ".join(f"`benchmarks/results/{name}`" for name in _TECHNIQUES)
-    return "\n".join([table, "", f"Rows: {rows_from} ({'; '.join(machines)})."])
+    table = markdown(" | memory, of torch.compile's | that is | step time, of torch.compile's", lines)
+    suites = ",".join(name.removesuffix("_cpu.jsonl") for name in _TECHNIQUES)
+    command = f"`python -m benchmarks run --suite {suites}`, rows in `benchmarks/results/`"
+    return "\n".join([table, "", f"{command}; {'; '.join(machines)}."])
+
+
+def _mib(summary: Summary) -> str:
+    """The peak in MiB, with three digits."""
+    mib = summary.peak_bytes / MIB
+    return f"{float(f'{mib:.3g}'):,.0f}" if mib >= 100 else f"{mib:.3g}"
 
 
 def _is_in_ladder(row: Row) -> bool:
