@@ -169,7 +169,8 @@ def techniques_block() -> str:
         for one in map(found.__getitem__, peers):
             times = f"{one.step_seconds / plain.step_seconds:.2f}" if _are_timed(one, plain) else "-"
             share = f"{one.peak_bytes / plain.peak_bytes:.2f}"
-            lines.append([_TECHNIQUE_LABELS.get(one.job.peer) or label_of(one.job.peer), share, f"{_mib(one)} MiB", times])
+            label = _TECHNIQUE_LABELS.get(one.job.peer) or label_of(one.job.peer)
+            lines.append([label, share, f"{_mib(one)} MiB", times])
         machines |= dict.fromkeys(machine_lines(rows))
     table = markdown(" | memory, of torch.compile's | that is | step time, of torch.compile's", lines)
     suites = ",".join(name.removesuffix("_cpu.jsonl") for name in _TECHNIQUES)
