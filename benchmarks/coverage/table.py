@@ -49,8 +49,8 @@ def coverage_page(
             "",
             "* *chunked*: chunked layers / layers of experts in the toy model.",
             "* *error*: worst relative error of outputs and gradients against the unmodified model, below "
-            f"{TOLERANCE:g}. `a / b`: an ill-conditioned tensor; a is the distance to the unmodified model in fp64, b that of the "
-            f"unmodified model in fp32, and a is below {EAGER_FACTOR:g} b.",
+            f"{TOLERANCE:g}. `a / b`: an ill-conditioned tensor; a is the distance to the unmodified model in fp64, b "
+            f"that of the unmodified model in fp32, and a is below {EAGER_FACTOR:g} b.",
             "* *peak*: memory of a step beyond parameters and gradients, over that of the same graph not rewritten. At "
             "toy sizes this shows that routed rows are gone, not what a real model saves.",
             "",
