@@ -39,18 +39,19 @@ WAYS = ("with", "with_checkpoints", "without")
 _MOST_TOKENS = 1 << 22
 _HEAD = """# Which models train on which device
 
-Written by `python -m benchmarks.models_page` from answers of `memfine fit` (benchmarks/results/fit_models.jsonl). **These
-are predictions; no number here was measured on a GPU.** Each cell is the longest sequence in tokens, one sequence a step:
-with memfine_fx / under torch.compile with gradient checkpointing of every layer. A dash: no sequence fits. A question
-mark: not asked. A "c": memfine_fx without a budget inside checkpointed layers; else under the smallest budget.
+Written by `python -m benchmarks.models_page` from answers of `memfine fit` (benchmarks/results/fit_models.jsonl).
+**These are predictions; no number here was measured on a GPU.** Each cell is the longest sequence in tokens, one
+sequence a step: with memfine_fx / under torch.compile with gradient checkpointing of every layer. A dash: no sequence
+fits. A question mark: not asked. A "c": memfine_fx without a budget inside checkpointed layers; else under the smallest
+budget.
 
-- bf16 with AdamW (bf16 state, no fp32 copies), memory in GB of 10^9 bytes. Kernel sizes are those of a CPU, and what CUDA
-  takes beside a step is a stated constant.
+- bf16 with AdamW (bf16 state, no fp32 copies), memory in GB of 10^9 bytes. Kernel sizes are those of a CPU, and what
+  CUDA takes beside a step is a stated constant.
 - LoRA has rank 16 on every linear layer but the head; QLoRA has NF4 weights under it.
 - Routing is the worst case: one expert gets a row of every token. Returned logits exist whole on both sides.
 - Older answers are shorter than today's where a step peaks at its head.
-- Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of {all}
-  rows were asked.
+- Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of
+  {all} rows were asked.
 
 ![Longest sequences by model and memory](models.png)
 

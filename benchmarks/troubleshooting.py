@@ -83,15 +83,18 @@ def filled(text: str, said: Sequence[Message]) -> str:
         raise LookupError(f"docs/troubleshooting.md: no message of the source belongs to {without}")
 
     def lines(block: re.Match[str]) -> str:
-        return f"{block[1]}\n" + "".join(f"{_line(message)}\n" for message in told[Entry.of(block[2])])
+        messages_of_entry = told[Entry.of(block[2])]
+        has_kinds = any(message.kind != "refusal" for message in messages_of_entry)
+        return f"{block[1]}\n" + "".join(f"{_line(message, has_kinds)}\n" for message in messages_of_entry)
 
     return _BLOCK.sub(lines, text)
 
 
-def _line(message: Message) -> str:
+def _line(message: Message, has_kind: bool) -> str:
+    """A message in code, behind its kind unless all of an entry's messages are refusals."""
     text = message.text.strip("; ")
     quoted = f"`` {text} ``" if "`" in text else f"`{text}`"
-    return f"- {message.kind}: {quoted}"
+    return f"- {message.kind}: {quoted}" if has_kind else f"- {quoted}"
 
 
 def main() -> int:
