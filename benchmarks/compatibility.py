@@ -137,18 +137,19 @@ def table(environments: Mapping[str, Environment]) -> str:
     """A page with a table for each file of tests, a column for each torch.
 
     Args:
-        environments: by minor version of torch; one that is absent has a column of "untried".
+        environments: by minor version of torch; those in which trainers' tests ran have a column.
     """
     newest = max((version for version, one in environments.items() if one.outcomes), key=_numbers)
     tests = list(environments[newest].outcomes)
-    head = f"| what was tested | {' | '.join(f'torch {version}' for version in SUPPORTED)} |"
+    versions = [version for version in SUPPORTED if version in environments and environments[version].outcomes]
+    head = f"| what was tested | {' | '.join(f'torch {version}' for version in versions)} |"
     sections = [_matrix(newest, environments[newest].outcomes)]
     for file, title in _FILES.items():
         if file == _MATRIX:
             continue
-        rows = _rows([test for test in tests if test.startswith(f"{file}::")], environments)
+        rows = _rows([test for test in tests if test.startswith(f"{file}::")], [environments[one] for one in versions])
         if rows:
-            sections.append("\n".join([f"## {title}", "", head, "|---|" + "---|" * len(SUPPORTED), *rows]))
+            sections.append("\n".join([f"## {title}", "", head, "|---|" + "---|" * len(versions), *rows]))
     page = [
         "# Compatibility",
         "Written by `make test-torch TORCH=VERSION` (the fast tests) and `make examples` (the tests of trainers) from\n"
@@ -213,14 +214,13 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def _rows(tests: Sequence[str], environments: Mapping[str, Environment]) -> list[str]:
+def _rows(tests: Sequence[str], environments: Sequence[Environment]) -> list[str]:
     """A row for each test; cases of one test with the same outcomes share it."""
     cases: dict[tuple[str, str], list[str]] = {}
     for test in tests:
-        found = (environments[one].outcomes.get(test) if one in environments else None for one in SUPPORTED)
         base, _, parameters = test.split("::", 1)[1].partition("[")
         words = base.removeprefix("test_").replace("_", " ")
-        outcomes = " | ".join(one or "untried" for one in found)
+        outcomes = " | ".join(one.outcomes.get(test) or "untried" for one in environments)
         cases.setdefault((words, outcomes), []).extend([parameters.rstrip("]")] if parameters else [])
     return [
         f"| {words}: {'; '.join(names)} | {outcomes} |" if names else f"| {words} | {outcomes} |"

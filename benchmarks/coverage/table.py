@@ -188,16 +188,16 @@ def _num_whole(rows: Iterable[CoverageRow]) -> int:
     return sum(row.is_whole for row in rows)
 
 
-def _table(rows: Iterable[CoverageRow], names_class: bool = False) -> list[str]:
-    classes = " built as |" if names_class else ""
-    head = [f"| name |{classes} chunked | error | peak |", "|---" * (5 if names_class else 4) + "|"]
-    return head + [_cells(row, names_class) for row in rows]
-
-
-def _cells(row: CoverageRow, names_class: bool) -> str:
-    peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
-    classes = (row.built or "not built",) if names_class else ()
-    return f"| {' | '.join((row.name, *classes, _share(row), _error(row), peak))} |"
+def _table(rows: Sequence[CoverageRow], names_class: bool = False) -> list[str]:
+    """Rows with the classes that were built, if asked; with chunked layers, unless every row has all of them."""
+    shows_share = names_class or _num_whole(rows) < len(rows)
+    head = ["name", *["built as"] * names_class, *["chunked"] * shows_share, "error", "peak"]
+    lines = []
+    for row in rows:
+        peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
+        built = [row.built or "not built"] * names_class
+        lines.append([row.name, *built, *[_share(row)] * shows_share, _error(row), peak])
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def _share(row: CoverageRow) -> str:
