@@ -56,13 +56,13 @@ def coverage_page(
             "",
             "## Transformers families",
             "",
-            *_table(families, names_class=True),
+            *_table(families),
             "",
             *_versions(by_version),
             *_multimodal(multimodal),
             "## Hand-written spellings",
             "",
-            *_table(spellings),
+            *_spellings(spellings),
             "",
             "## What is not whole, and why",
             "",
@@ -188,16 +188,29 @@ def _num_whole(rows: Iterable[CoverageRow]) -> int:
     return sum(row.is_whole for row in rows)
 
 
-def _table(rows: Sequence[CoverageRow], names_class: bool = False) -> list[str]:
-    """Rows with the classes that were built, if asked; with chunked layers, unless every row has all of them."""
-    shows_share = names_class or _num_whole(rows) < len(rows)
-    head = ["name", *["built as"] * names_class, *["chunked"] * shows_share, "error", "peak"]
-    lines = []
-    for row in rows:
-        peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
-        built = [row.built or "not built"] * names_class
-        lines.append([row.name, *built, *[_share(row)] * shows_share, _error(row), peak])
-    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(line)} |" for line in lines)]
+def _table(rows: Sequence[CoverageRow]) -> list[str]:
+    head = "| name | built as | chunked | error | peak |"
+    return [head, "|---" * 5 + "|", *map(_cells, rows)]
+
+
+def _cells(row: CoverageRow) -> str:
+    peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
+    return f"| {' | '.join((row.name, row.built or 'not built', _share(row), _error(row), peak))} |"
+
+
+def _spellings(rows: Sequence[CoverageRow]) -> list[str]:
+    """Names of rows that are whole, precise and save memory, with ranges; a line of the table for each other row."""
+    usual = [row for row in rows if row.is_whole and row.exact_error is None and (row.peak_ratio or 1.0) < 1.0]
+    others = [row for row in rows if row not in usual]
+    if not usual:
+        return _table(others)
+    peaks = sorted(row.peak_ratio or 0.0 for row in usual)
+    error = max(row.worst_error or 0.0 for row in usual)
+    summary = (
+        f"Chunked and exact, with an error of at most {error:.1e} and a peak of {peaks[0]:.2f} to {peaks[-1]:.2f} "
+        f"(median {peaks[len(peaks) // 2]:.2f}): {'; '.join(row.name for row in usual)}."
+    )
+    return [summary, *(["", *_table(others)] if others else [])]
 
 
 def _share(row: CoverageRow) -> str:
