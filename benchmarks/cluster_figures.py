@@ -1,4 +1,4 @@
-"""What matters for three models on a cluster: the table and the two figures of planner/docs/training.md.
+"""What matters for three models on a cluster: a table, and the two figures of planner/docs/training.md.
 
     python -m benchmarks.cluster_figures
 

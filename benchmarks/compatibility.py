@@ -16,7 +16,7 @@ import json
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,25 +137,26 @@ def table(environments: Mapping[str, Environment]) -> str:
     """A page with a table for each file of tests, a column for each torch.
 
     Args:
-        environments: by minor version of torch; one that is absent has a column of "untried".
+        environments: by minor version of torch; those in which trainers' tests ran have a column.
     """
     newest = max((version for version, one in environments.items() if one.outcomes), key=_numbers)
     tests = list(environments[newest].outcomes)
-    head = f"| what was tested | {' | '.join(f'torch {version}' for version in SUPPORTED)} |"
+    versions = [version for version in SUPPORTED if version in environments and environments[version].outcomes]
+    head = f"| what was tested | {' | '.join(f'torch {version}' for version in versions)} |"
     sections = [_matrix(newest, environments[newest].outcomes)]
     for file, title in _FILES.items():
         if file == _MATRIX:
             continue
-        rows = [_row(test, environments) for test in tests if test.startswith(f"{file}::")]
+        rows = _rows([test for test in tests if test.startswith(f"{file}::")], [environments[one] for one in versions])
         if rows:
-            sections.append("\n".join([f"## {title}", "", head, "|---|" + "---|" * len(SUPPORTED), *rows]))
+            sections.append("\n".join([f"## {title}", "", head, "|---|" + "---|" * len(versions), *rows]))
     page = [
         "# Compatibility",
-        "Written by `make test-torch TORCH=VERSION` (the fast tests) and `make examples` (the tests of trainers); do\n"
-        "not edit. Outcomes are kept in `benchmarks/results/compatibility.json`.",
+        "Written by `make test-torch TORCH=VERSION` (the fast tests) and `make examples` (the tests of trainers) from\n"
+        "`benchmarks/results/compatibility.json`; do not edit.",
         *([_fast_table(environments)] if any(one.fast for one in environments.values()) else []),
-        "# Trainers and examples",
-        '"Not run" is a test whose packages were not installed, "untried" one that was not in that version\'s run.',
+        "## Trainers and examples",
+        '"Not run": the packages were not installed. "Untried": not in the run of that version.',
         "\n".join(f"- torch {one.torch}: {one.beside}" for _, one in _sorted(environments) if one.beside),
     ]
     return "\n\n".join([*page, *filter(None, sections)]) + "\n"
@@ -177,10 +178,9 @@ def _matrix(torch: str, outcomes: Mapping[str, str]) -> str:
         [
             f"## {_FILES[_MATRIX]}",
             "",
-            f"Under torch {torch}, {held.count('works')} of {len(held)} cells: every layer is chunked, and losses",
-            "are those of the same run without memfine_fx. Where a line of one's own gives the backend's name to",
-            "`torch.compile`, nobody can prepare PEFT's adapters on expert tables before capture: the warning",
-            "names `optimize`.",
+            f"Under torch {torch}, {held.count('works')} of {len(held)} cells work: every layer is chunked, and losses",
+            "are those of the same run without memfine_fx. `torch.compile` with the backend's name alone cannot",
+            "prepare PEFT's adapters on stacked experts; the warning names `optimize`.",
             "",
             "| host | " + " | ".join(f"{_KINDS[kind]}, {_WAYS[way]}" for kind, way in columns) + " |",
             "|---|" + "---|" * len(columns),
@@ -214,15 +214,18 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def _row(test: str, environments: Mapping[str, Environment]) -> str:
-    found = [environments[version].outcomes.get(test, "") if version in environments else "" for version in SUPPORTED]
-    return f"| {_sentence(test.split('::', 1)[1])} | {' | '.join(one or 'untried' for one in found)} |"
-
-
-def _sentence(name: str) -> str:
-    base, _, parameters = name.partition("[")
-    words = base.removeprefix("test_").replace("_", " ")
-    return f"{words}: {parameters.rstrip(']')}" if parameters else words
+def _rows(tests: Sequence[str], environments: Sequence[Environment]) -> list[str]:
+    """A row for each test; cases of one test with the same outcomes share it."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for test in tests:
+        base, _, parameters = test.split("::", 1)[1].partition("[")
+        words = base.removeprefix("test_").replace("_", " ")
+        outcomes = " | ".join(one.outcomes.get(test) or "untried" for one in environments)
+        cases.setdefault((words, outcomes), []).extend([parameters.rstrip("]")] if parameters else [])
+    return [
+        f"| {words}: {'; '.join(names)} | {outcomes} |" if names else f"| {words} | {outcomes} |"
+        for (words, outcomes), names in cases.items()
+    ]
 
 
 def _outcome(case: ElementTree.Element) -> str:

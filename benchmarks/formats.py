@@ -369,17 +369,17 @@ def page_of(cells: list[Cell]) -> str:
     by_key = {(cell.format, cell.family): cell for cell in cells}
     reasons = list(dict.fromkeys(cell.why for cell in cells if cell.why))
     lines = [
-        "# Formats of experts' tables",
+        "# Formats of expert weights",
         "",
         f"Written by `python -m benchmarks.formats`; do not edit. {_versions()}; toy sizes (H=F=128, E=16, T=24), "
         "fp32, inner compiler eager, 16 rows a chunk.",
         "",
-        "**local**: chunked, each expert's weights are made when it runs, and no allocation of a step is as large as "
-        "an eighth of a table. **whole**: chunked, but a table is made whole ahead of the experts. **refused**: the "
-        "experts run as they were. **raises**: the unmodified model does. The first number is the worst relative error "
-        "of the output and every gradient against the unmodified model in fp32 (over packed tables PEFT 0.21 itself is "
-        "wrong; there it is PEFT on the same tables made whole). The second is how far output and gradients in bf16 "
-        "are from fp32 (root mean square of the relative errors), in multiples of the unmodified model's in bf16.",
+        "**local**: chunked; each expert's weights are computed when it runs, and no allocation is as large as an "
+        "eighth of all of them. **whole**: chunked, but all are computed ahead. **refused**: the experts run as "
+        "written. **raises**: the unmodified model does. First number: the worst relative error of output and "
+        "gradients against the unmodified model in fp32. (Over packed weights PEFT 0.21 itself is wrong; there the "
+        "reference is PEFT on dequantized weights.) Second number: the distance of bf16 from fp32 (root mean square of "
+        "relative errors), over the unmodified model's.",
         "",
         f"| format | {' | '.join(FAMILIES)} |",
         f"|---|{'---|' * len(FAMILIES)}",

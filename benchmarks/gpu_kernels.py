@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_kernels            # compiles all and writes benchmarks/results/gpu_kernels.json
     python -m benchmarks.gpu_kernels --check    # compiles all and compares
-    python -m benchmarks.gpu_kernels --page     # writes the table of docs/gpu.md from that file; compiles nothing
+    python -m benchmarks.gpu_kernels --page     # writes the table of results/gpu_tables.md; compiles nothing
 
 A layer's step is run on fake tensors of a real model's sizes, which notes its launches; each is compiled for each
 target as it would be launched, with the tiles that stand first in `tiling` and with those that are timed beside them on
@@ -36,6 +36,7 @@ __all__ = [
     "HEAD",
     "PAGE",
     "RESULTS",
+    "TABLES",
     "TARGETS",
     "Case",
     "Row",
@@ -51,6 +52,9 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_kernels.json"
 PAGE = ROOT / "docs" / "gpu.md"
+"""Measurements of models, and dry runs."""
+TABLES = ROOT / "benchmarks" / "results" / "gpu_tables.md"
+"""Kernels as compiled, layers as measured, and rooflines."""
 
 
 @dataclass(frozen=True)
@@ -511,7 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="write the page's table from what is recorded")
     options = parser.parse_args(arguments)
     if options.page:
-        PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        TABLES.write_text(filled(TABLES.read_text(), json.loads(RESULTS.read_text())))
         return 0
     assert os.environ.get("TRITON_INTERPRET", "0") != "1", "the interpreter compiles nothing: unset TRITON_INTERPRET"
     found = json.loads(json.dumps(table()))

@@ -39,20 +39,19 @@ WAYS = ("with", "with_checkpoints", "without")
 _MOST_TOKENS = 1 << 22
 _HEAD = """# Which models train on which device
 
-Written by `python -m benchmarks.models_page` from answers of `memfine fit`, which are kept in
-benchmarks/results/fit_models.jsonl. **No number here was measured on a GPU**: sizes of kernels are those of a CPU, and
-what CUDA takes beside a step is counted as stated constants. Each cell is the longest sequence, in tokens, of one
-sequence a step in bf16 with AdamW (bf16 state, no fp32 copies) on one device: with memfine_fx / as torch.compile takes
-the model with gradient checkpointing of every layer. With memfine_fx it is the longer of two: under the smallest
-budget, which drops a model's own checkpoints, and without a budget inside checkpointed layers (marked c). A dash: not
-even two tokens. Memory is in GB of 10^9 bytes. LoRA has rank 16 on every linear layer but the head, by PEFT's own
-choice of targets; QLoRA has NF4 weights under it (linear layers but the head, and tables over experts). One expert is
-supposed to get a row of every token, the worst that routing can do. The logits of a model that returns them beside its
-loss exist whole on both sides. With memfine_fx their gradient does not, because heads are chunked; rows of before, by
-the commits below, have longer sequences now where a step is largest at its head. The plain step is read from the
-graph's operations, and is an estimate where its layers were not found to keep the same. A question mark: not asked.
-Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of {all}
-rows were asked so far.
+Written by `python -m benchmarks.models_page` from answers of `memfine fit` (benchmarks/results/fit_models.jsonl).
+**These are predictions; no number here was measured on a GPU.** Each cell is the longest sequence in tokens, one
+sequence a step: with memfine_fx / under torch.compile with gradient checkpointing of every layer. A dash: no sequence
+fits. A question mark: not asked. A "c": memfine_fx without a budget inside checkpointed layers; else under the smallest
+budget.
+
+- bf16 with AdamW (bf16 state, no fp32 copies), memory in GB of 10^9 bytes. Kernel sizes are those of a CPU, and what
+  CUDA takes beside a step is a stated constant.
+- LoRA has rank 16 on every linear layer but the head; QLoRA has NF4 weights under it.
+- Routing is the worst case: one expert gets a row of every token. Returned logits exist whole on both sides.
+- Older answers are shorter than today's where a step peaks at its head.
+- Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of
+  {all} rows were asked.
 
 ![Longest sequences by model and memory](models.png)
 
@@ -61,8 +60,8 @@ _PARTIAL = """
 **Asked under a budget alone**, not yet inside checkpointed layers, where the sequence may be longer: {rows}.
 """
 _BEYOND = """
-**What no sequence fits**, on one device of 192 GB: parameters alone are more, in full training with gradients and
-optimizer state. `--fsdp` and `--expert-parallel` of `memfine fit` ask for several ranks. What each needs at least:
+**What no sequence fits** on one device of 192 GB, and what it needs at least without a token. `memfine fit --fsdp` and
+`--expert-parallel` ask for several ranks.
 
 """
 _OLD = "an older one, before answers were kept with their commit"
@@ -181,22 +180,18 @@ def _line(row: dict[str, Any]) -> str:
     for memory in MEMORIES:
         ours, has_checkpoints = longest_with(row, memory)
         theirs = _shown(row["without"][str(memory)]) if "without" in row else "?"
-        cells.append(f"{_shown(ours)}{' c' if has_checkpoints else ''} / {theirs}")
+        pair = f"{_shown(ours)}{' c' if has_checkpoints else ''} / {theirs}"
+        cells.append("-" if pair == "- / -" else pair)
     weights = f"{row['parameter_bytes'] / 1e9:.1f} GB"
     return f"| {row['model']} | {weights} | {TRAININGS[row['train']]} | " + " | ".join(cells) + " |"
 
 
 def _provenance(rows: Sequence[dict[str, Any]]) -> str:
-    """Which code gave which answers, where there are any."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        for way, code in row["codes"].items():
-            found.setdefault(code, []).append(f"{row['model']} {row['train']} {way.replace('_', ' ')}")
-    if not found:
+    """Which commits gave the answers, where there are any."""
+    codes = dict.fromkeys(code or _OLD for row in rows for code in row["codes"].values())
+    if not codes:
         return ""
-    lines = [f"* {code or _OLD}: {', '.join(names)}" for code, names in found.items()]
-    head = "\n**The code that answered**, by its commit (with a + where files differed from it):\n\n"
-    return head + "\n".join(lines) + "\n"
+    return f"\nThe file has the commit of each answer: {', '.join(codes)}.\n"
 
 
 def _beyond(rows: Sequence[dict[str, Any]]) -> str:

@@ -32,7 +32,7 @@ _LABELS = {
     "batched_mm": "transformers `batched_mm`",
     "memfine": "**memfine**",
     "memfine-least": '**memfine, `memory_budget="least"`**',
-    "memfine-unlimited": '**memfine, `memory_budget="100TiB"` (no limit in practice)**',
+    "memfine-unlimited": "**memfine, unlimited budget**",
     "memfine-tokens": "memfine, tokens axis (the paper's FCDA)",
     "memfine+checkpoint": "**memfine + gradient checkpointing**",
     "memfine+head": "**memfine, logits given up**",
@@ -40,16 +40,19 @@ _LABELS = {
 }
 # What users choose among, and which rows have it.
 _TECHNIQUES = {
-    "model_cpu.jsonl": (
-        "compile",
-        "compile+checkpoint",
-        "memfine",
-        "memfine-least",
-        "memfine+checkpoint",
-        "memfine-unlimited",
-    ),
-    "vocab_cpu.jsonl": ("compile", "memfine+head", "memfine+checkpoint+head"),
-    "adapters_cpu.jsonl": ("compile", "eager", "eager+checkpoint", "memfine"),
+    "model_cpu.jsonl": ("compile+checkpoint", "memfine", "memfine-least"),
+    "vocab_cpu.jsonl": ("memfine+head", "memfine+checkpoint+head"),
+    "adapters_cpu.jsonl": ("eager+checkpoint", "memfine"),
+}
+_TECHNIQUE_MODELS = {
+    "model_cpu.jsonl": "Qwen3-MoE model",
+    "vocab_cpu.jsonl": "the same with a large vocabulary",
+    "adapters_cpu.jsonl": "one layer, PEFT's LoRA on frozen experts",
+}
+_TECHNIQUE_LABELS = {
+    "memfine-least": '**memfine**, `memory_budget="least"`',
+    "memfine+head": "**memfine**, `returns_logits=False`",
+    "memfine+checkpoint+head": "**memfine**, `returns_logits=False`, gradient checkpointing",
 }
 _ADAPTED, _ADAPTED_EXPERTS = "lora", 64
 
@@ -138,16 +141,17 @@ def adapters_block(rows: Sequence[Row]) -> str:
             for other in (found.get(("frozen", experts, peer)), *peers)
         ]
         largest = f"{(one.last.largest_bytes or 0) / table_bytes:.3f}"
-        times = [f"{one.step_seconds / other.step_seconds:.2f}" if _are_timed(one, other) else "-" for other in peers]
-        lines.append([workload, str(experts), f"{one.peak_bytes / MIB:.1f}", *against, largest, " / ".join(times)])
+        timed = [other if _are_timed(one, other) else None for other in peers[:2]]
+        times = [f"{one.step_seconds / other.step_seconds:.2f}" if other else "-" for other in timed]
+        lines.append([workload, str(experts), f"{one.peak_bytes / MIB:.1f}", *against, largest, *times])
     header = (
-        "experts are | E | peak MiB beyond gradients | of frozen experts' | of eager's | of torch.compile's "
-        "| of eager+checkpoint's | of the loop's | largest allocation of a table | time of these four's"
+        "experts are | E | peak MiB | of frozen experts' | of eager's | of torch.compile's | of eager+checkpoint's "
+        "| largest allocation of a whole weight | time of eager's | of torch.compile's"
     )
     return "\n".join([*_heading(rows), markdown(header, lines)])
 
 
-_BESIDE_ADAPTERS = ("eager", "compile", "eager+checkpoint", "loop")
+_BESIDE_ADAPTERS = ("eager", "compile", "eager+checkpoint")
 
 
 def _are_timed(one: Summary, other: Summary | None) -> bool:
@@ -156,22 +160,30 @@ def _are_timed(one: Summary, other: Summary | None) -> bool:
 
 
 def techniques_block() -> str:
-    """Each technique with its bytes and seconds, beside torch.compile at the same sizes."""
+    """Each technique's memory and step time as a share of torch.compile's at the same sizes."""
     lines, machines = [], {}
     for name, peers in _TECHNIQUES.items():
         rows = [row for row in read_rows(RESULTS / name) if _is_in_ladder(row)]
         found = {one.job.peer: one for one in sorted(summaries_of(rows), key=lambda one: one.job.steps)}
         plain = found["compile"]
-        adapted = ", PEFT's LoRA on frozen experts" if plain.job.workload == _ADAPTED else ""
-        lines.append([f"*{plain.job.sizes}{adapted}*", "", "", "", "", ""])
+        lines.append([f"*{_TECHNIQUE_MODELS[name]}, {plain.job.sizes}*", "1.00", f"{_mib(plain)} MiB", "1.00"])
         for one in map(found.__getitem__, peers):
-            peak, seconds = one.peak_bytes / plain.peak_bytes, one.step_seconds / plain.step_seconds
-            times = [_time(one), f"{seconds:.2f} x"] if _are_timed(one, plain) else ["-", "-"]
-            lines.append([label_of(one.job.peer), _peak(one), f"{peak:.2f} x", _whole(one), *times])
+            times = f"{one.step_seconds / plain.step_seconds:.2f}" if _are_timed(one, plain) else "-"
+            share = f"{one.peak_bytes / plain.peak_bytes:.2f}"
+            label = _TECHNIQUE_LABELS.get(one.job.peer) or label_of(one.job.peer)
+            lines.append([label, share, f"{_mib(one)} MiB", times])
         machines |= dict.fromkeys(machine_lines(rows))
-    table = markdown(" | peak MiB | of torch.compile | with gradients | step s | of torch.compile", lines)
-    rows_from = ", ".join(f"`benchmarks/results/{name}`" for name in _TECHNIQUES)
-    return "\n".join([table, "", f"Rows: {rows_from} ({'; '.join(machines)})."])
+    table = markdown(" | memory, of torch.compile's | that is | step time, of torch.compile's", lines)
+    suites = ",".join(name.removesuffix("_cpu.jsonl") for name in _TECHNIQUES)
+    command = f"`python -m benchmarks run --suite {suites}`, rows in `benchmarks/results/`"
+    without_threads = dict.fromkeys(re.sub(r", \d+ threads, \w+", "", machine) for machine in machines)
+    return "\n".join([table, "", f"{command}; {'; '.join(without_threads)}."])
+
+
+def _mib(summary: Summary) -> str:
+    """The peak in MiB, with three digits."""
+    mib = summary.peak_bytes / MIB
+    return f"{float(f'{mib:.3g}'):,.0f}" if mib >= 100 else f"{mib:.3g}"
 
 
 def _is_in_ladder(row: Row) -> bool:
@@ -182,7 +194,7 @@ def _is_in_ladder(row: Row) -> bool:
 
 def said_block(rows: Sequence[Row]) -> str:
     """The suite's own words about its rows, its targets among them."""
-    said = "\n\n".join(conclusions(rows))
+    said = "\n\n".join(map(_without_met, conclusions(rows)))
     return "\n".join([f"{_source(rows)}:", "", "```text", said, "```", *_without_figures(rows)])
 
 
@@ -190,7 +202,20 @@ def ranks_block(suite: str, say: Callable[[Findings], str]) -> str:
     """A suite of several ranks, in its own words."""
     found = Findings.from_json((RESULTS / f"{suite}_cpu.json").read_text())
     source = f"`python -m benchmarks run --suite {suite}`; {found.machine}"
-    return "\n".join([f"{source}:", "", "```text", say(found), "```"])
+    said = _without_met(say(found)).splitlines()
+    return "\n".join([f"{source}:", "", "```text", *(one for one in said if not one.startswith(_LEFT_OUT)), "```"])
+
+
+_LEFT_OUT = ("overlapping ", "slices ", "one round ", "experts again ", "layer again ", "kept and help ")
+"""Peers of suite `ep` that its command prints and the page does not."""
+
+
+def _without_met(said: str) -> str:
+    """The text with one line that counts the targets met, in place of a line for each; those not met stay."""
+    lines = said.splitlines()
+    met = [line for line in lines if line.startswith("met ")]
+    rest = [line for line in lines if not line.startswith("met ")]
+    return "\n".join([*rest, *([f"met     {len(met)} targets"] if met else [])])
 
 
 def _heading(rows: Sequence[Row]) -> list[str]:

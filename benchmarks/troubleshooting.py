@@ -27,7 +27,7 @@ from benchmarks.messages import ROOT, Message, messages
 __all__ = ["PAGE", "Entry", "entries_of", "filled"]
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-_BLOCK = re.compile(r"(<!-- messages\n(.*?)-->\n)(?:\n(?:- [^\n]*\n)+)?", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- messages\n(.*?)-->\n)(?:\n(?: *- [^\n]*\n)+)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,27 @@ def filled(text: str, said: Sequence[Message]) -> str:
         raise LookupError(f"docs/troubleshooting.md: no message of the source belongs to {without}")
 
     def lines(block: re.Match[str]) -> str:
-        return f"{block[1]}\n" + "".join(f"{_line(message)}\n" for message in told[Entry.of(block[2])])
+        return f"{block[1]}\n" + "".join(f"{line}\n" for line in _lines(told[Entry.of(block[2])]))
 
     return _BLOCK.sub(lines, text)
 
 
-def _line(message: Message) -> str:
+def _lines(said: Sequence[Message]) -> list[str]:
+    """An entry's list of messages: by kind, unless all of them are refusals."""
+    by_kind: dict[str, list[str]] = {}
+    for message in said:
+        by_kind.setdefault(message.kind, []).append(_quoted(message))
+    if set(by_kind) == {"refusal"}:
+        return [f"- {text}" for text in by_kind["refusal"]]
+    lines = []
+    for kind, texts in by_kind.items():
+        lines += [f"- {kind}: {texts[0]}"] if len(texts) == 1 else [f"- {kind}:", *(f"    - {text}" for text in texts)]
+    return lines
+
+
+def _quoted(message: Message) -> str:
     text = message.text.strip("; ")
-    quoted = f"`` {text} ``" if "`" in text else f"`{text}`"
-    return f"- {message.kind}: {quoted}"
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.coverage.forms import FORMS, Form
+from benchmarks.coverage.forms import FORMS
 from benchmarks.coverage.rows import (
     EAGER_FACTOR,
     NO_FUNCTION,
@@ -43,23 +43,19 @@ def coverage_page(
         [
             "# Coverage",
             "",
-            "Written by `python -m benchmarks.coverage`; do not edit. "
-            f"{versions}, toy sizes (H=32, E=4, K up to 2, T=128), fp32, train mode, inner compiler eager, "
-            "16 rows a chunk.",
+            f"Written by `python -m benchmarks.coverage`; do not edit. {versions}, toy sizes (H=32, E=4, K up to 2, "
+            "T=128), fp32, train mode, inner compiler eager, 16 rows a chunk.",
             "",
             f"**Every layer chunked and exact: {_num_whole(families)} of {len(families)} transformers families with "
-            f"experts, {_num_whole(spellings)} of {len(spellings)} hand-written spellings.** A family is in the list "
-            "when its source defines a class of experts; none is left out.",
+            f"experts, {_num_whole(spellings)} of {len(spellings)} hand-written spellings.** The list has every family "
+            "whose source defines a class of experts.",
             "",
-            "* *layers*: layers of experts in the toy model; *found*: routing decisions behind which something was "
-            "looked for; *raised*: regions chunked.",
-            f"* *error*: worst relative error of the outputs and every gradient against the unmodified model, to be "
-            f"below {TOLERANCE:g}. `a / b`: this tensor is ill-conditioned; a is our distance from the unmodified "
-            "model in fp64, b the unmodified fp32 model's own distance from it, the largest of several roundings of "
-            f"its parameters, and a is to be below {EAGER_FACTOR:g} b.",
-            "* *peak*: bytes of a step beyond parameters and gradients, over those of the same captured graph not "
-            "rewritten. Toy sizes: attention, logits and scans weigh more here than in a model of real width, so this "
-            "column says that the routed rows are gone, not what a real model saves.",
+            "* *chunked*: chunked layers / layers of experts in the toy model.",
+            "* *error*: worst relative error of outputs and gradients against the unmodified model, below "
+            f"{TOLERANCE:g}. `a / b`: an ill-conditioned tensor; a is the distance to the unmodified model in fp64, b "
+            f"that of the unmodified model in fp32, and a is below {EAGER_FACTOR:g} b.",
+            "* *peak*: memory of a step beyond parameters and gradients, over that of the same graph not rewritten. At "
+            "toy sizes this shows that routed rows are gone, not what a real model saves.",
             "",
             "## Transformers families",
             "",
@@ -70,7 +66,7 @@ def coverage_page(
             *_multimodal(multimodal),
             "## Hand-written spellings",
             "",
-            *_table(spellings),
+            *_spellings(spellings),
             "",
             "## What is not whole, and why",
             "",
@@ -78,20 +74,19 @@ def coverage_page(
             "",
             "## What is not compared with the model's own code",
             "",
-            "Each kind of chunked layer is compared with the model's own code, run eagerly, when it is first compiled "
-            "([Reliability](reliability.md)). Of these it was not:",
+            "A new kind of chunked layer is compared with its own code, run eagerly "
+            "([Reliability](reliability.md)). These were not:",
             "",
-            *(f"* {row.name}: {'; '.join(row.uncompared)}" for row in (*rows, *packaged) if row.uncompared),
+            *_listed((row.name, "; ".join(row.uncompared)) for row in (*rows, *packaged) if row.uncompared),
             "",
             "## Rewritten source",
             "",
-            "Some expert loops reach no graph as they are written. Methods with such loops are rewritten for the time "
-            "of a compiled call (`memfine_fx.capture.source`), in the forms below; everything else stays as written, "
-            "and so does a loop that does more than its form allows. Without a form, the rows named with it are not "
-            "whole. `guarded` marks what an expert was skipped for, so that reading the loop can prove that it works "
-            "on its own rows alone.",
+            "Some expert loops reach no graph as written. Methods with such loops are rewritten for the time of a "
+            "compiled call. Each form and the rows that need it; `benchmarks/coverage/forms.py` has the code before "
+            "and after. A loop that does more than its form allows stays as written.",
             "",
-            *(line for form in FORMS for line in _example(form)),
+            *(f"* {form.name}: {', '.join(form.rows)}." for form in FORMS),
+            "",
             *_packages(packaged),
         ]
     )
@@ -119,20 +114,18 @@ def _experts_functions(rows: Sequence[CoverageRow]) -> list[str]:
 
 def _multimodal(rows: Sequence[MultimodalRow]) -> list[str]:
     """The section of deep models with images."""
-    head = ["| name | built as | whole | layers | chunked | graphs | torch.compile | second call | error |"]
+    head = ["| name | chunked | graphs | torch.compile | second call | error |"]
     return [
         "## Deep multimodal models with images",
         "",
-        "Written by `python -m benchmarks.coverage --multimodal`. 14 text layers and 3 vision layers, `use_cache` at "
-        "its default, one training step with an image and text, and a second one with two "
-        "images and more text. Layers are counted by the shapes of their parameters.",
+        "Written by `python -m benchmarks.coverage --multimodal`. 14 text and 3 vision layers; one training step with "
+        "an image, a second one with two images and more text.",
         "",
-        "* *chunked*: regions run in a step, the smaller number of both steps.",
-        "* *graphs*: those of the first step; *torch.compile*: those of plain `torch.compile` for the same step; "
-        "*second call*: graphs that the second step adds.",
+        "* *graphs*: of the first step; *torch.compile*: graphs of plain `torch.compile` for the same step; *second "
+        "call*: graphs that the second step adds.",
         "",
         *head,
-        "|---" * 9 + "|",
+        "|---" * 6 + "|",
         *(_multimodal_cells(row) for row in rows),
         "",
         *(f"* **{row.name}**: {row.failure or _refused_beside(row)}" for row in rows if row.failure or row.reasons),
@@ -148,10 +141,8 @@ def _refused_beside(row: MultimodalRow) -> str:
 
 
 def _multimodal_cells(row: MultimodalRow) -> str:
-    mark = "yes" if row.is_whole else "partly" if row.num_raised else "no"
-    layers = (row.num_layers, row.num_raised)
     graphs = (row.num_graphs, row.num_plain_graphs, row.num_later_graphs)
-    cells = (row.name, row.built, "no result" if row.failure else mark, *layers, *graphs, _error(row))
+    cells = (row.name.removesuffix(" with images"), "no result" if row.failure else _share(row), *graphs, _error(row))
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -162,8 +153,8 @@ def _versions(rows: Sequence[VersionRow]) -> list[str]:
     return [
         "### In other versions of transformers",
         "",
-        "Written by `make coverage-versions`: layers chunked of layers, outputs and gradients compared as above. "
-        "Up to 5.2 grouped matmuls reach a graph in bf16 alone: plain `torch.compile` fails there in fp32 too.",
+        "Written by `make coverage-versions`: chunked layers / layers, compared as above. Up to 5.2, plain "
+        "`torch.compile` fails in fp32 too.",
         "",
         f"| transformers | {' | '.join(families)} |",
         "|---|" + "---|" * len(families),
@@ -180,8 +171,7 @@ def _of_version(row: VersionRow | None) -> str:
         return "not tried"
     if row.failure:
         return "fails: " + row.failure.split(": ")[1]
-    exact = "" if row.is_exact else ", **not exact**"
-    return f"{row.num_raised} of {row.num_layers}{exact}"
+    return _share(row)
 
 
 def _packages(rows: Sequence[PackageRow]) -> list[str]:
@@ -192,15 +182,14 @@ def _packages(rows: Sequence[PackageRow]) -> list[str]:
     return [
         "## Layers as their packages ship them",
         "",
-        "Written by `make coverage-packages`, in an environment of its own (`benchmarks/coverage/packages.txt`). Each "
-        "layer is imported from its package and built at toy size by its own constructor; nothing is copied or "
-        "changed. What the layer returns, losses too, and all gradients are compared as above.",
+        "Written by `make coverage-packages` (`benchmarks/coverage/packages.txt`). Each layer is imported from its "
+        "package, unchanged, at toy size. Outputs, losses and gradients are compared as above.",
         "",
         f"**Chunked and exact: {_num_whole(ran)} of {len(ran)} configurations of layers, of {len(whole)} of "
         f"{len(packages)} packages.** Exact, chunked or not: {sum(row.is_exact for row in ran)} of {len(ran)}.",
         "",
-        "| layer | package | class | chunked | graphs | error | peak |",
-        "|---" * 7 + "|",
+        "| layer | package | chunked | error | peak |",
+        "|---" * 5 + "|",
         *(_package_cells(row) for row in rows),
         "",
         "Why the others are not chunked:",
@@ -215,7 +204,7 @@ def _package_cells(row: PackageRow) -> str:
     if row.worst_error is None:
         mark = NOT_INSTALLED if row.failure == NOT_INSTALLED else "does not run"
     peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
-    cells = (row.name, f"{row.package} {row.version}", row.built, mark, row.num_graphs, _error(row), peak)
+    cells = (row.name, f"{row.package} {row.version}", mark, _error(row), peak)
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -223,16 +212,37 @@ def _num_whole(rows: Iterable[CoverageRow]) -> int:
     return sum(row.is_whole for row in rows)
 
 
-def _table(rows: Iterable[CoverageRow]) -> list[str]:
-    head = ["| name | built as | whole | layers | found | raised | graphs | error | peak |", "|---" * 9 + "|"]
-    return head + [_cells(row) for row in rows]
+def _table(rows: Sequence[CoverageRow]) -> list[str]:
+    head = "| name | built as | chunked | error | peak |"
+    return [head, "|---" * 5 + "|", *map(_cells, rows)]
 
 
 def _cells(row: CoverageRow) -> str:
-    mark = "yes" if row.is_whole else "partly" if row.num_raised else "no"
     peak = "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}"
-    cells = (row.name, row.built or "not built", mark, row.num_layers, row.num_found, row.num_raised, row.num_graphs)
-    return f"| {' | '.join(map(str, cells))} | {_error(row)} | {peak} |"
+    return f"| {' | '.join((row.name, row.built or 'not built', _share(row), _error(row), peak))} |"
+
+
+def _spellings(rows: Sequence[CoverageRow]) -> list[str]:
+    """Names of rows that are whole, precise and save memory, with ranges; a line of the table for each other row."""
+    usual = [row for row in rows if row.is_whole and row.exact_error is None and (row.peak_ratio or 1.0) < 1.0]
+    others = [row for row in rows if row not in usual]
+    if not usual:
+        return _table(others)
+    peaks = sorted(row.peak_ratio or 0.0 for row in usual)
+    error = max(row.worst_error or 0.0 for row in usual)
+    summary = (
+        f"Chunked and exact, with an error of at most {error:.1e} and a peak of {peaks[0]:.2f} to {peaks[-1]:.2f} "
+        f"(median {peaks[len(peaks) // 2]:.2f}): {'; '.join(row.name for row in usual)}."
+    )
+    return [summary, *(["", *_table(others)] if others else [])]
+
+
+def _share(row: CoverageRow) -> str:
+    """Chunked layers over layers, in bold where not every layer is chunked and exact."""
+    share = f"{row.num_raised}/{row.num_layers}"
+    if row.is_whole:
+        return share
+    return f"**{share}**" if row.is_exact else f"**{share}, not exact**"
 
 
 def _error(row: CoverageRow) -> str:
@@ -244,17 +254,15 @@ def _error(row: CoverageRow) -> str:
 
 
 def _reasons(rows: Iterable[CoverageRow]) -> list[str]:
-    return [f"* **{row.name}**: {_why(row)}" for row in rows if not row.is_whole]
+    return _listed((row.name, _why(row)) for row in rows if not row.is_whole)
 
 
-def _example(form: Form) -> list[str]:
-    rows = ", ".join(f"*{name}*" for name in form.rows)
-    after = form.after.replace("'", '"')  # as `ruff format` writes the page's code
-    return [f"**{form.name}** ({rows})", *_code(form.before), "runs as", *_code(after), ""]
-
-
-def _code(text: str) -> list[str]:
-    return ["```python", text, "```"]
+def _listed(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason, with all rows that have it."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        names.setdefault(reason, []).append(f"**{name}**")
+    return [f"* {', '.join(ones)}: {reason}" for reason, ones in names.items()]
 
 
 def _why(row: CoverageRow) -> str:

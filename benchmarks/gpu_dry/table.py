@@ -52,10 +52,7 @@ RUNS = (
     Run("Mixtral-8x7B"),
     Run("DeepSeek-V3", layers=1),
 )
-_HEAD = (
-    "model", "graph breaks", "regions", "kernels compiled", "launches, forward and backward", "windows of a layer",
-    "a layer's own launches", "chunks of the head", "waits for the device", "predicted peak",
-)  # fmt: skip
+_HEAD = ("", "graph breaks", "chunked layers", "chunks of the head", "waits for the device", "predicted peak GiB")
 
 
 def written(rows: Sequence[dict[str, Any]]) -> str:
@@ -70,15 +67,5 @@ def filled(text: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[object]:
-    return [
-        row["model"],
-        row["graph_breaks"],
-        row["regions"],
-        row["generated"],
-        f"{row['forward']} + {row['backward']}",
-        row["windows"],
-        sum(row["of_regions"].values()),
-        row["of_head"],
-        ", ".join(row["waits"]) or "none",
-        f"{row['peak_bytes'] / 1e9:.1f} GB",
-    ]
+    peak = f"{row['peak_bytes'] / 2**30:#.3g}"
+    return [row["model"], row["graph_breaks"], row["regions"], row["of_head"], ", ".join(row["waits"]) or "none", peak]

@@ -9,7 +9,7 @@ takes.
 
     python -m benchmarks measure gpu_layers --shapes "Qwen3-30B-A3B,MoEBlaze 2" --json-to layers.json
     python -m benchmarks measure gpu_layers --warms    # only compiles the kernels: in several processes at a time
-    python -m benchmarks measure gpu_layers --page     # writes the table of docs/gpu.md from results/gpu_layers.json
+    python -m benchmarks measure gpu_layers --page     # writes results/gpu_tables.md from results/gpu_layers.json
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_kernels import PAGE, Case, step_of
+from benchmarks.gpu_kernels import TABLES, Case, step_of
 from benchmarks.gpu_peaks import grouped_experts
 from benchmarks.machine import matmul_rate, seconds_of, version_of
 from benchmarks.measures import RESULTS, Answer, device_here
@@ -55,8 +55,8 @@ _COMPARED = 64  # experts or tokens at a time: tables in fp32 would not fit besi
 
 def measure(shapes: str | None = None, json_to: str | None = None, warms: bool = False, page: bool = False) -> Answer:
     if page:
-        PAGE.write_text(filled(PAGE.read_text(), json.loads(FILE.read_text())))
-        return Answer([f"{PAGE.name} written"])
+        TABLES.write_text(filled(TABLES.read_text(), json.loads(FILE.read_text())))
+        return Answer([f"{TABLES.name} written"])
     device, chosen = device_here(), None if shapes is None else shapes.split(",")
     known = [shape for shape in SHAPES if chosen is None or shape.name in chosen]
     rates = {} if warms else _rates(device)

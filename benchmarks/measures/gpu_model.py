@@ -321,26 +321,33 @@ def _on_device(step: Callable[[], object], device: torch.device) -> dict[str, An
 
 
 def filled(text: str, sessions: Sequence[dict[str, Any]]) -> str:
-    """A page with a table of each session in its place."""
-    return with_blocks(text, "gpu-model", lambda _: "\n".join(map(_markdown, sessions)))
+    """A page with one table of the newest session of each device and model in its place."""
+    return with_blocks(text, "gpu-model", lambda _: _markdown(sessions))
 
 
-def _markdown(session: dict[str, Any]) -> str:
-    """Ways by time and bytes, also over those of torch.compile."""
-    compiled = next((row for row in session["rows"] if row["way"] == "compile" and "ms" in row), None)
-    lines = [
-        f"{session['device']}, {session['model']}. {session.get('note', '')}".strip(),
-        "",
-        "| way | ms | over compile | peak GB | over compile | predicted GB | worst gradient | median | two steps s |",
-        f"|{' --- |' * 9}",
-    ]
-    for row in session["rows"]:
-        if "failed" in row:
-            lines.append(f"| {row['way']} | failed |{' |' * 7}")
-            continue
-        shares = [f"{row[name] / compiled[name]:.2f}" if compiled else "-" for name in ("ms", "peak_gb")]
-        cells = [row["way"], f"{row['ms']:.1f}", shares[0], f"{row['peak_gb']:.2f}", shares[1]]
-        cells.append(f"{row['predicted_gb']:.2f}" if "predicted_gb" in row else "")
-        cells += [f"{row[f'{name}_gradient_error']:.3f}" for name in ("worst", "median")]
-        lines.append(f"| {' | '.join([*cells, format(row['two_steps_s'], '.0f')])} |")
+def _markdown(sessions: Sequence[dict[str, Any]]) -> str:
+    """Ways by memory and time as shares of torch.compile's in the same session.
+
+    Ways without memfine_fx do not depend on its commit, so an older session's rows of those are shown too.
+    """
+    newest = {(one["device"], one["model"]): one for one in sessions}
+    head = ["", "memory, of torch.compile's", "peak GiB", "predicted GiB", "time, of torch.compile's", "ms"]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for (device, model), last in newest.items():
+        lines.append(f"| *{device.split()[1]}: {model}* |{' |' * (len(head) - 1)}")
+        measured = {row["way"] for row in last["rows"]}
+        for session in sessions:
+            if (session["device"], session["model"]) == (device, model):
+                rows = [row for row in session["rows"] if "failed" not in row]
+                if session is not last:
+                    rows = [row for row in rows if row["way"] not in measured and "memfine" not in row["way"]]
+                lines += [_line(row, session) for row in rows]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _line(row: dict[str, Any], session: dict[str, Any]) -> str:
+    compiled = next(one for one in session["rows"] if one["way"] == "compile")
+    memory, time = (f"{row[name] / compiled[name]:.2f}" for name in ("peak_gb", "ms"))
+    peak, predicted = (f"{row[name] * 1e9 / 2**30:#.3g}" if name in row else "" for name in ("peak_gb", "predicted_gb"))
+    way = row["way"].replace("compile", "torch.compile", 1).replace("bodies", "compiled functions")
+    return f"| {' | '.join([way, memory, peak, predicted, time, format(row['ms'], '.1f')])} |"

@@ -1,7 +1,8 @@
 """What would the GPU kernels and their peers take of a device by a roofline, of which nothing was measured?
 
-Writes results/gpu_roofline.json and the tables of docs/gpu.md with --write, else compares with that file. Needs Triton
-(make gpu-kernels), but no device: launches are noted on fake tensors. See `benchmarks.roofline` for the model.
+Writes results/gpu_roofline.json and the tables of results/gpu_tables.md with --write, else compares with that file.
+Needs Triton (make gpu-kernels), but no device: launches are noted on fake tensors. See `benchmarks.roofline` for the
+model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.gpu_kernels import PAGE
+from benchmarks.gpu_kernels import TABLES
 from benchmarks.gpu_peaks import StepBytes, bytes_of_grouped, bytes_of_kernels
 from benchmarks.measures import RESULTS, Answer
 from benchmarks.roofline import CHIPS, PEERS, SHAPES, Chip, Kernel, Shape, kernels_of, least_bytes, peer_kernels, total
@@ -40,7 +41,7 @@ def measure(write: bool = False) -> Answer:
     found = json.loads(json.dumps(table()))
     if write:
         FILE.write_text(_written(found))
-        PAGE.write_text(filled(PAGE.read_text(), found))
+        TABLES.write_text(filled(TABLES.read_text(), found))
         return Answer([f"{len(found['layers'])} layers, {len(found['kernels'])} kernels"])
     recorded = json.loads(FILE.read_text())
     if recorded == found:

@@ -40,10 +40,10 @@ LEAST_ROWS = 64
 """Rows below which no budget pushes a chunk: smaller expert matmuls cost time and no longer save memory, since what is
 alive beside so small a chunk decides the peak."""
 _KNEE_TOKENS = {"cpu": 256, "cuda": 1024}
-"""Tokens a chunk from which on time hardly falls; docs/head.md says how sure that is."""
+"""Tokens a chunk from which on time hardly falls; docs/design/head.md has the measurements."""
 LEAST_TOKENS = 64
 """Tokens below which no budget pushes a head's chunk: each chunk reads and writes the whole gradient of the table once,
-which at 64 tokens makes a step a third slower than at the knee already (docs/head.md)."""
+which at 64 tokens makes a step a third slower than at the knee already (docs/design/head.md)."""
 DEVIATIONS = 3
 """Of the rows of an expert, where tokens choose evenly, beyond their mean: chunks hold so many more."""
 

@@ -1,4 +1,4 @@
-"""The figures and the table of planner/docs/training.md, on a model small enough for a test."""
+"""The figures of planner/docs/training.md and the table, on a model small enough for a test."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ def test_a_page_takes_the_longer_of_a_budget_and_of_checkpointed_layers() -> Non
     ]
     page = models_page.page(lines)
     assert "| QLoRA (NF4) |" + " 100 / 50 |" * 4 + " 2,000 c / 50 |\n" in page
-    assert "abc: OLMoE-1B-7B qlora without, OLMoE-1B-7B qlora with checkpoints" in page
+    assert "The file has the commit of each answer: " in page and "abc" in page
     assert "Asked under a budget alone" not in page and "Asked under a budget alone" in models_page.page(lines[:2])
 
 

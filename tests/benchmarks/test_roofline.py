@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_kernels import PAGE
+from benchmarks.gpu_kernels import TABLES
 from benchmarks.measures import gpu_layers
 from benchmarks.measures.gpu_roofline import FILE, filled
 from benchmarks.roofline import CHIPS, PEERS, SHAPES, Kernel, Shape, chip_figures, least_bytes, peer_kernels, total
@@ -19,7 +19,7 @@ H100 = CHIPS[0]
 
 
 def test_the_page_shows_what_is_recorded() -> None:
-    text = PAGE.read_text()
+    text = TABLES.read_text()
     assert text.count("<!-- roofline: ") == 6
     assert filled(text, RECORDED) == text
 
@@ -82,6 +82,6 @@ def test_what_is_recorded_is_what_is_computed() -> None:
 
 def test_the_page_shows_what_was_measured_of_layers() -> None:
     """Needs no Triton: the tables are those of the committed rows."""
-    text = PAGE.read_text()
+    text = TABLES.read_text()
     assert text.count("<!-- gpu-layers -->") == 1
     assert gpu_layers.filled(text, json.loads(gpu_layers.FILE.read_text())) == text

@@ -32,9 +32,7 @@ def test_every_reason_is_on_the_page() -> None:
 
 def test_lists_are_written_anew_and_nothing_else() -> None:
     said = [Message("refusal", "the first `a`", "passes/one.py"), Message("refusal", "first", "passes/two.py")]
-    assert filled(_TEXT, said) == _TEXT.replace(
-        "- refusal: `old`", "- refusal: `` the first `a` ``\n- refusal: `first`"
-    )
+    assert filled(_TEXT, said) == _TEXT.replace("- refusal: `old`", "- `` the first `a` ``\n- `first`")
 
 
 @pytest.mark.parametrize("kind", ["refusal", "warning"])
@@ -63,7 +61,7 @@ def test_messages_are_found_however_they_are_made(tmp_path: Path) -> None:
 
 
 def test_a_refusal_belongs_to_the_entry_of_its_reason_whatever_its_words() -> None:
-    assert "- refusal: `other`" in filled(_TEXT, [Message("refusal", "other", "passes/one.py", "NO_RULE")])
+    assert "- `other`" in filled(_TEXT, [Message("refusal", "other", "passes/one.py", "NO_RULE")])
     with pytest.raises(LookupError, match="has no entry"):
         filled(_TEXT, [Message("refusal", "first", "passes/one.py", "OPAQUE")])
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_kernels import CASES, HEAD, PAGE, RESULTS, ROOT, TARGETS, filled
+from benchmarks.gpu_kernels import CASES, HEAD, RESULTS, ROOT, TABLES, TARGETS, filled
 
 RECORDED: dict[str, Any] = json.loads(RESULTS.read_text())
 
@@ -54,7 +54,7 @@ def test_all_tiles_that_are_timed_are_recorded(target: Any) -> None:
 
 
 def test_the_page_shows_what_is_recorded() -> None:
-    text = PAGE.read_text()
+    text = TABLES.read_text()
     assert text.count("<!-- table: Qwen3-30B-A3B -->") == 1
     assert "| down backward, writes activated | 64x64x64" in text
     assert filled(text, RECORDED) == text
