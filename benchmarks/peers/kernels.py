@@ -98,6 +98,7 @@ def _memfine_kernels(num_windows: int) -> Wrap:
 
 LAYER = (
     Peer("batched_mm", _implementation("batched_mm")),
+    Peer("memfine-function", _implementation("memfine"), "first projection"),
     Peer("batched_mm+compile", compiled(_implementation("batched_mm")), is_compiled=True),
     Peer("sonicmoe", _implementation("sonicmoe"), missing=needs("kernels", "cutlass", cuda=True)),
     Peer("scattermoe", _scattermoe, missing=needs("scattermoe", "triton", cuda=True)),
