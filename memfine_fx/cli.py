@@ -335,6 +335,7 @@ def _plan(options: argparse.Namespace) -> int:
     from memfine_fx.plan.front import layer_front, read_measured
     from memfine_fx.plan.layer import LayerSizes, plan_layer, sweep_rows
     from memfine_fx.report.figure import draw_front
+    from memfine_fx.units import readable_bytes
 
     sizes = LayerSizes(
         num_tokens=options.tokens,
@@ -360,17 +361,19 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     size = f"{plan.rows_per_chunk} rows" if plan.axis == "rows" else f"{plan.tokens_per_chunk} tokens"
     print(f"axis {plan.axis}, {size} a chunk: {plan.reason}")
-    print(f"predicted peak of the layer beyond parameters: {plan.predicted_bytes:,} B")
+    print(f"predicted peak of the layer beyond parameters: {readable_bytes(plan.predicted_bytes)}")
     for name, num_bytes in sorted(terms.items(), key=lambda term: -term[1]):
-        print(f"  {name:22} {num_bytes:>16,} B")
+        print(f"  {name:22} {readable_bytes(num_bytes):>10}")
     if points:
-        print(f"{'rows a chunk':>12}{'peak, B':>20}{'chunks, balanced':>18}{'chunks, skewed':>16}")
+        print(f"{'rows a chunk':>12}{'peak':>12}{'chunks, balanced':>18}{'chunks, skewed':>16}")
     for point in points:
-        print(f"{point.rows:12,}{point.peak_bytes:20,}{point.chunks_balanced:18,}{point.chunks_skewed:16,}")
+        peak = readable_bytes(point.peak_bytes)
+        print(f"{point.rows:12,}{peak:>12}{point.chunks_balanced:18,}{point.chunks_skewed:16,}")
     if front:
-        print(f"{'rows a chunk':>12}  {'saves':12}{'peak beyond gradients, B':>26}{'predicted s':>13}")
+        print(f"{'rows a chunk':>12}  {'saves':12}{'peak beyond gradients':>22}{'predicted s':>13}")
     for front_point in front:
-        print(f"{front_point.rows:12,}  {front_point.policy:12}{front_point.peak_bytes:26,}{front_point.seconds:13.3f}")
+        peak = readable_bytes(front_point.peak_bytes)
+        print(f"{front_point.rows:12,}  {front_point.policy:12}{peak:>22}{front_point.seconds:13.3f}")
     return 0
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.units import bytes_of_text
 
 __all__ = ["LEAST", "Axis", "Config", "InnerBackend", "MemoryBudget", "PassName", "budget_as_written", "parse_budget"]
 
@@ -31,21 +31,9 @@ LEAST = "least"
 """As a memory budget: no limit, and regions save nothing of routed rows, also where keeping would leave the peak of a
 step where it is."""
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 _OPTIONS = "MEMFINE_OPTIONS"
 _WORDS = {"true": True, "false": False, "none": None}
 _FLAGS = ("captures_loops", "returns_logits", "verify", "gives_up_comparison_with_eager")
-_BUDGET_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b|([kmgt]i?))?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -185,8 +173,7 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
             raise ConfigError(f"memory_budget={budget!r} is not a fraction in (0, 1]; expected {accepted}")
         return None if device_bytes is None else int(budget * device_bytes)
     if isinstance(budget, str):
-        match = _BUDGET_TEXT.fullmatch(budget)
-        num_bytes = 0 if match is None else _text_bytes(match)
+        num_bytes = bytes_of_text(budget)
         if num_bytes <= 0:
             raise ConfigError(f"memory_budget={budget!r} is not understood; expected {accepted}")
         return num_bytes
@@ -273,11 +260,6 @@ def _number(written: str) -> int | float | str:
         with contextlib.suppress(ValueError):
             return kind(written)
     return written
-
-
-def _text_bytes(match: re.Match[str]) -> int:
-    unit = (match.group(2) or match.group(3) or "").lower()
-    return int(float(match.group(1)) * _UNITS[unit])
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from memfine_fx.units import budget_text, readable_bytes
+
 __all__ = [
     "BudgetInfeasible",
     "CannotChunk",
@@ -219,11 +221,11 @@ class BudgetInfeasible(MemfineError):
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.largest_terms = tuple(largest_terms)
-        terms = ", ".join(f"{name} {num_bytes:,} B" for name, num_bytes in self.largest_terms)
+        terms = ", ".join(f"{name} {readable_bytes(num_bytes)}" for name, num_bytes in self.largest_terms)
         super().__init__(
-            f"memory_budget={budget_bytes:,} B cannot be met: the smallest budget that fits is "
-            f"{minimum_bytes:,} B. Largest terms: {terms}. Raise memory_budget to at least {minimum_bytes}, "
-            f"or make the batch or sequence smaller."
+            f"memory_budget={budget_bytes} ({readable_bytes(budget_bytes)}) cannot be met: the smallest budget that "
+            f"fits is {minimum_bytes} ({readable_bytes(minimum_bytes)}). Largest terms: {terms}. Raise memory_budget "
+            f'to "{budget_text(minimum_bytes)}", or make the batch or sequence smaller.'
         )
 
 
@@ -239,11 +241,11 @@ class ChunkOutOfMemory(MemfineError, torch.OutOfMemoryError):
         self.terms = tuple(sorted(terms, key=lambda term: -term[1]))
         self.needed_bytes = sum(num_bytes for _, num_bytes in self.terms)
         self.cause = cause
-        listed = ", ".join(f"{name} {num_bytes:,} B" for name, num_bytes in self.terms)
+        listed = ", ".join(f"{name} {readable_bytes(num_bytes)}" for name, num_bytes in self.terms)
         super().__init__(
             f"out of memory in a chunk of a single row, after halving its rows down to that: one row needs about "
-            f"{self.needed_bytes:,} B ({listed}). Free memory outside the experts: make the batch or sequence "
-            f"smaller, or checkpoint the layers. The allocator said: {cause}"
+            f"{readable_bytes(self.needed_bytes)} ({listed}). Free memory outside the experts: make the batch or "
+            f"sequence smaller, or checkpoint the layers. The allocator said: {cause}"
         )
 
 

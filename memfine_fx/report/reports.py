@@ -20,6 +20,7 @@ from memfine_fx.memory.timeline import Timeline
 from memfine_fx.records import Where
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
 from memfine_fx.report.picture import region_svg
+from memfine_fx.units import readable_bytes
 
 if TYPE_CHECKING:  # sympy would be most of the package's import time
     import sympy
@@ -110,14 +111,15 @@ class Report:
         if not self.regions:
             lines.append("  no routing decision (top-k, arg-max) with experts behind it was found")
         if self.predicted_bytes is not None:
-            lines.append(f"  largest predicted region working set: {self.predicted_bytes:,} B")
+            lines.append(f"  largest predicted region working set: {readable_bytes(self.predicted_bytes)}")
         if self.step is not None:
             lines += self.step.lines()
         if self.measured_peak_bytes is not None and self.predicted_peak_bytes is not None:
             error = self.predicted_peak_bytes / self.measured_peak_bytes - 1
-            lines.append(f"  measured peak of the step: {self.measured_peak_bytes:,} B; prediction off by {error:+.1%}")
+            measured = readable_bytes(self.measured_peak_bytes)
+            lines.append(f"  measured peak of the step: {measured}; prediction off by {error:+.1%}")
         if self.measured_bytes is not None:
-            lines.append(f"  measured peak of the step beyond its start: {self.measured_bytes:,} B")
+            lines.append(f"  measured peak of the step beyond its start: {readable_bytes(self.measured_bytes)}")
         return "\n".join(lines)
 
     def _comparison(self) -> list[str]:
@@ -197,7 +199,6 @@ def _jsonable(value: Any) -> str:
     return str(value)
 
 
-MIB = 2**20
 _WIDTH, _HEIGHT = 800, 200
 _MAX_POINTS = 2000
 _COLOURS = {"forward": "#7aa6d8", "backward": "#d8a57a"}
@@ -250,7 +251,7 @@ def _headline(report: Report) -> str:
     line = report.counted
     for what, num_bytes in (("predicted", report.predicted_peak_bytes), ("measured", report.measured_peak_bytes)):
         if num_bytes is not None:
-            line += f", {_mib(num_bytes)} MiB {what}"
+            line += f", {readable_bytes(num_bytes)} {what}"
     return f"<p><strong>memfine_fx</strong>: {line}</p>"
 
 
@@ -282,7 +283,7 @@ def _ran(one: RegionReport | HeadReport) -> str:
     rows = getattr(plan, "rows_per_chunk", None)
     size = f"{plan.tokens_per_chunk} tokens" if plan.tokens_per_chunk else f"{rows} rows"
     chunks = f", {one.num_chunks} chunks" if one.num_chunks else ""
-    return f"{size} a chunk{chunks}, {_mib(plan.predicted_bytes)} MiB predicted"
+    return f"{size} a chunk{chunks}, {readable_bytes(plan.predicted_bytes)} predicted"
 
 
 def _step(step: StepReport) -> str:
@@ -291,7 +292,7 @@ def _step(step: StepReport) -> str:
     rows = (
         (
             _cell(name),
-            f'<td class="number">{_mib(num_bytes)} MiB</td>',
+            f'<td class="number">{readable_bytes(num_bytes)}</td>',
             f'<td style="width:40%"><div class="bar" style="width:{100 * num_bytes / largest:.1f}%"></div></td>',
         )
         for name, num_bytes in terms
@@ -314,7 +315,7 @@ def _timeline(timeline: Timeline) -> str:
     steps = [point for both in zip(drawn, [*corners, drawn[-1]], strict=True) for point in both]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
     return (
-        f"<h3>The measured step: at most {_mib(most)} MiB beyond its start, {last / 1e3:.1f} ms while traced</h3>"
+        f"<h3>The measured step: at most {readable_bytes(most)} beyond its start, {last / 1e3:.1f} ms while traced</h3>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="live memory over the step">{stretches}'
         f'<polyline points="{points}" fill="none" stroke="#222222" stroke-width="1.2"/></svg>'
     )
@@ -337,10 +338,6 @@ def _cell(text: str) -> str:
     return f"<td>{escape(text)}</td>"
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:,.1f}"
-
-
 def first_step_line(report: Report, budget: object = None) -> str:
     """Return one line: layers chunked of layers found, the predicted peak of the step, the budget.
 
@@ -351,7 +348,7 @@ def first_step_line(report: Report, budget: object = None) -> str:
     num_chunked, num_left = len(_chunked_layers(report)), len(unchunked_layers(report))
     line = f"{num_chunked} of {num_chunked + num_left} MoE layers chunked"
     if report.predicted_peak_bytes is not None:
-        line += f", {_readable(report.predicted_peak_bytes)} predicted"
+        line += f", {readable_bytes(report.predicted_peak_bytes)} predicted"
     return line + f", budget {_readable_budget(budget)}"
 
 
@@ -382,13 +379,4 @@ def _layer_of(region: RegionReport) -> object:
 def _readable_budget(budget: object) -> str:
     if budget is None:
         return "automatic"
-    return _readable(budget) if isinstance(budget, int) else str(budget)
-
-
-def _readable(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    return readable_bytes(budget) if isinstance(budget, int) else str(budget)
