@@ -143,7 +143,7 @@ class Config:
             _check_names(fields)
             return Config(**{name: _value(name, written) for name, written in fields.items()})
         except ConfigError as error:
-            raise ConfigError(f"{_OPTIONS}={text!r}: {error}") from error
+            raise ConfigError(f"{_OPTIONS}={text!r}: {str(error).replace('Config.', '')}") from error
 
 
 def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int | None:
@@ -217,6 +217,22 @@ def asked_gpu_kernels() -> bool | None:
     if written not in (None, "0", "1"):
         raise ConfigError(f"MEMFINE_GPU_KERNELS={written!r} is unknown; expected 0 or 1")
     return None if written is None else written == "1"
+
+
+def is_quiet() -> bool:
+    """Return whether nothing is said on stderr of what takes long (MEMFINE_QUIET, 0 or 1), see `progress`.
+
+    Without the variable nothing is said by ranks other than the first, and in tests that pytest runs.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    written = os.environ.get("MEMFINE_QUIET") or None
+    if written not in (None, "0", "1"):
+        raise ConfigError(f"MEMFINE_QUIET={written!r} is unknown; expected 0 or 1")
+    if written is not None:
+        return written == "1"
+    return "PYTEST_CURRENT_TEST" in os.environ or os.environ.get("RANK", "0") != "0"
 
 
 def cache_folder() -> str:

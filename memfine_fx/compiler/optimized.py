@@ -172,7 +172,7 @@ class OptimizedCall:
         compiled = self._compiled or self.prepare()
         session = self.session
         assert session is not None
-        with session.diagnostics.noting_breaks():
+        with session.diagnostics.noting_breaks(), self._said_to_compile(session):
             result = compiled(place, *args, **kwargs)
         self.has_run = True
         if not session.diagnostics.has_warned and not session.has_chunked:
@@ -180,6 +180,14 @@ class OptimizedCall:
 
             warn_without_regions(session)
         return result
+
+    def _said_to_compile(self, session: Session) -> contextlib.AbstractContextManager[None]:
+        """Return a context for one call: the first one compiles, which takes long, and says so."""
+        if self.has_run:
+            return contextlib.nullcontext()
+        from memfine_fx.compiler.logs import said_to_compile
+
+        return said_to_compile(session, self.model)
 
     def state_of_model(self) -> Any:
         """The model's state as copy and pickle ask for it: what its class gives, less this method.

@@ -25,7 +25,7 @@ from memfine_fx.units import readable_bytes
 if TYPE_CHECKING:  # sympy would be most of the package's import time
     import sympy
 
-__all__ = ["Report", "by_reason", "first_step_line", "fragment", "page", "unchunked_layers"]
+__all__ = ["Report", "by_reason", "chunked_in_words", "first_step_line", "fragment", "page", "unchunked_layers"]
 
 
 @dataclass(frozen=True)
@@ -345,11 +345,16 @@ def first_step_line(report: Report, budget: object = None) -> str:
         report: of the model, after its first step.
         budget: as the user gave it: bytes, text such as "20GiB", or None.
     """
-    num_chunked, num_left = len(_chunked_layers(report)), len(unchunked_layers(report))
-    line = f"{num_chunked} of {num_chunked + num_left} MoE layers chunked"
+    line = chunked_in_words(report)
     if report.predicted_peak_bytes is not None:
         line += f", {readable_bytes(report.predicted_peak_bytes)} predicted"
     return line + f", budget {_readable_budget(budget)}"
+
+
+def chunked_in_words(report: Report) -> str:
+    """Return how many layers of those that were found are chunked."""
+    num_chunked, num_left = len(_chunked_layers(report)), len(unchunked_layers(report))
+    return f"{num_chunked} of {num_chunked + num_left} MoE layers chunked"
 
 
 def unchunked_layers(report: Report) -> list[RegionReport]:
