@@ -39,9 +39,9 @@ def add_flag(
         example: the value in the example.
         without: what happens without the flag, in words, where there is no default to show.
     """
-    default = without or ("off" if options.get("action") == "store_true" else str(options["default"]))
-    shown = f"; e.g. {names[0]} {example}" if example else ""
-    return parser.add_argument(*names, help=f"{help} (default: {default}{shown})".replace("%", "%%"), **options)
+    known = [] if options.get("required") else [f"default: {without or options.get('default', 'off')}"]
+    known += [f"e.g. {names[0]} {example}"] if example else []
+    return parser.add_argument(*names, help=f"{help} ({'; '.join(known)})".replace("%", "%%"), **options)
 
 
 def parser_of(commands: Mapping[str, Callable[[argparse.Namespace], int]], version: str) -> argparse.ArgumentParser:

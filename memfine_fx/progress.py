@@ -107,27 +107,32 @@ _num_works = 0
 
 
 @contextlib.contextmanager
-def working(title: str, done: str, outcome: Callable[[], str] = str) -> Iterator[None]:
+def working(title: str | Callable[[], str], done: str, outcome: Callable[[], str] = str) -> Iterator[None]:
     """Say that a work began once it has taken a second, and how long it took when it is done.
 
     A work within another one is a stage of it. One that raises ends without a word, because its error says more.
 
     Args:
-        title: what is done, such as "compiling a model".
+        title: what is done, such as "compiling a model", or what returns it, called only where somebody listens.
         done: that it is done, such as "compiled"; its seconds follow.
         outcome: returns what came of it, "" for nothing to say.
     """
     global _num_works
+    is_logged = stages.isEnabledFor(logging.INFO) and stages.hasHandlers()
+    is_shown = _screen is None and not is_logged and _speaks()
+    if not (_num_works or is_logged or is_shown):
+        yield
+        return
+    text = title if isinstance(title, str) else title()
     if _num_works:
-        with stage(title):
+        with stage(text):
             yield
         return
     begin = time.monotonic()
-    is_shown = _screen is None and _speaks() and not (stages.isEnabledFor(logging.INFO) and stages.hasHandlers())
     with contextlib.ExitStack() as stack:
         if is_shown:
             stack.enter_context(_shown(_Screen(_PATIENCE, lambda seconds: "memfine_fx: ")))
-        stages.info("%s", title)
+        stages.info("%s", text)
         _num_works += 1
         try:
             yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import logging
 import os
@@ -78,18 +77,16 @@ def said_to_compile(session: Session, model: torch.nn.Module | None) -> Abstract
     Args:
         model: None where it is not known.
     """
-    name = "a model" if model is None else type(model).__name__
-    if session.graphs:
-        title = f"compiling graph {len(session.graphs) + 1} of {name}, for other sizes or code behind a graph break"
-        return progress.working(title, "compiled", functools.partial(_chunked_so_far, session))
-    num_layers = 0 if model is None else len(moe_layers(model))
-    what = f"{num_layers} MoE layer{'s' if num_layers > 1 else ''} ({name})" if num_layers else name
-    title = f"compiling {what}; later steps reuse it"
-    return progress.working(title, "compiled", functools.partial(_chunked_so_far, session))
 
+    def title() -> str:
+        name = "a model" if model is None else type(model).__name__
+        if session.graphs:
+            return f"compiling graph {len(session.graphs) + 1} of {name}, for other sizes or code behind a graph break"
+        num_layers = 0 if model is None else len(moe_layers(model))
+        what = f"{num_layers} MoE layer{'s' if num_layers > 1 else ''} ({name})" if num_layers else name
+        return f"compiling {what}; later steps reuse it"
 
-def _chunked_so_far(session: Session) -> str:
-    return chunked_in_words(report_of(session))
+    return progress.working(title, "compiled", lambda: chunked_in_words(report_of(session)))
 
 
 @contextlib.contextmanager
