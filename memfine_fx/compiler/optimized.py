@@ -49,6 +49,7 @@ from memfine_fx.compat.settings import ignoring_debug_logging
 from memfine_fx.compiler.recompile_limit import RecompileLimit
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
+from memfine_fx.records import short_place
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.captured_graph import CapturedGraph
@@ -316,7 +317,7 @@ def _how_it_was_bypassed(call: OptimizedCall) -> str:
     part, forward = replaced
     function = getattr(forward, "__func__", forward)
     name, code = getattr(function, "__qualname__", type(function).__name__), getattr(function, "__code__", None)
-    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    place = "" if code is None else f" ({short_place(f'{code.co_filename}:{code.co_firstlineno}')})"
     return (
         f"The forward of {type(part).__name__} was replaced by {name}{place}: call memfine_fx.optimize(model) again, "
         "after that"

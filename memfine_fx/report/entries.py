@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from memfine_fx.errors import Reason
-from memfine_fx.records import ChunkPlan, RegionDims, Where
+from memfine_fx.records import ChunkPlan, RegionDims, Where, short_place
 from memfine_fx.records.heads import HeadDims, HeadPlan
 from memfine_fx.report.picture import RegionGraph
 from memfine_fx.runtime.loads import Imbalance, RoundStats
@@ -23,7 +23,7 @@ __all__ = ["HeadReport", "RegionReport", "StepReport"]
 
 
 def _refused(what: str, reason: str, node: str | None, hint: str, obstacle: str) -> str:
-    at = f" [node {node}{f' at {obstacle}' if obstacle else ''}]" if node else ""
+    at = f" [node {node}{f' at {short_place(obstacle)}' if obstacle else ''}]" if node else ""
     return f"refused  {what}: {reason}{at}" + f"\n           hint: {hint}"
 
 
