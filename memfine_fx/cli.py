@@ -17,7 +17,7 @@ from memfine_fx import __version__
 from memfine_fx.config import Config, budget_as_written
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.flags import PLANNERS, as_typed, parser_of
-from memfine_fx.progress import shown_stages, silenced_packages, stages
+from memfine_fx.progress import shown_stages, silenced_packages, stages, unspoken
 from memfine_fx.units import bytes_of_text, readable_bytes
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def _shown(options: argparse.Namespace, *, loads: str) -> Iterator[None]:
         loads: the stage in which torch is loaded.
     """
     with contextlib.ExitStack() as stack:
-        if not (options.quiet or options.json):
-            stack.enter_context(shown_stages())
+        is_silent = options.quiet or getattr(options, "json", False)
+        stack.enter_context(unspoken() if is_silent else shown_stages())
         stages.info("%s", loads)
         stack.enter_context(silenced_packages())
         yield
@@ -138,7 +138,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    with contextlib.nullcontext() if options.quiet else shown_stages(), silenced_packages():
+    with _shown(options, loads="loading torch and transformers"):
         from memfine_fx.demo.runner import run_demo
 
         return run_demo(steps=options.steps, layers=options.layers, out=options.out, quick=options.quick)

@@ -26,7 +26,7 @@ from typing import TextIO
 
 from memfine_fx.config import is_quiet
 
-__all__ = ["shown_stages", "silenced_packages", "stage", "stages", "working"]
+__all__ = ["shown_stages", "silenced_packages", "stage", "stages", "unspoken", "working"]
 
 stages = logging.getLogger("memfine_fx.progress")
 _PATIENCE = 1.0  # seconds of a work of which nothing is said
@@ -48,7 +48,7 @@ class _Screen(logging.Handler):
 
     def __init__(self, patience: float, prefix: Callable[[float], str]) -> None:
         super().__init__(logging.INFO)
-        self.stage = ""
+        self.stage, self._latest = "", ""
         self._stream: TextIO = sys.stderr
         self._prefix, self._patience = prefix, patience
         self._begin = time.monotonic()
@@ -60,7 +60,7 @@ class _Screen(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record; the handler's lock is held."""
         line = f"{self._prefix(time.monotonic() - self._begin)}{record.getMessage()}"
-        self.stage = ""
+        self.stage, self._latest = "", record.getMessage().partition(";")[0]
         if self._waiting is not None:
             self._waiting.append(line)
         else:
@@ -93,7 +93,7 @@ class _Screen(logging.Handler):
             self._waiting = None
         while not self._closed.wait(0.5 if self._is_terminal else 60):
             seconds = time.monotonic() - self._begin
-            under_way = f"{self.stage or 'working'} ({seconds:.0f} s)"
+            under_way = f"still {self.stage or self._latest} ({seconds:.0f} s)"
             with self.lock or contextlib.nullcontext():
                 is_line = not self._is_terminal
                 # A warning that another package writes begins where this line does.
@@ -104,6 +104,7 @@ class _Screen(logging.Handler):
 
 _screen: _Screen | None = None
 _num_works = 0
+_is_muted = False
 
 
 @contextlib.contextmanager
@@ -157,6 +158,17 @@ def stage(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unspoken() -> Iterator[None]:
+    """Say nothing on stderr of works inside the context."""
+    global _is_muted
+    _is_muted = True
+    try:
+        yield
+    finally:
+        _is_muted = False
+
+
+@contextlib.contextmanager
 def shown_stages() -> Iterator[None]:
     """Write each stage inside the context to stderr, with the seconds since its begin."""
     if is_quiet():
@@ -186,7 +198,7 @@ def _shown(screen: _Screen) -> Iterator[None]:
 
 def _speaks() -> bool:
     """Return whether this process may write to stderr unasked: the first rank, and no test of another program."""
-    if is_quiet():
+    if _is_muted or is_quiet():
         return False
     distributed = sys.modules.get("torch.distributed")
     is_initialized = distributed is not None and distributed.is_available() and distributed.is_initialized()
