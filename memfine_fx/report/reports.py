@@ -201,21 +201,29 @@ def _jsonable(value: Any) -> str:
 
 _WIDTH, _HEIGHT = 800, 200
 _MAX_POINTS = 2000
-_COLOURS = {"forward": "#7aa6d8", "backward": "#d8a57a"}
 _STYLE = """
-.memfine{font:14px/1.45 system-ui,sans-serif;color:#222;background:#fff;max-width:60rem;padding:.5rem}
+.memfine{--ink:#222;--paper:#fff;--line:#e3e3e3;--chunked:#1a6b2f;--refused:#a32020;--forward:#7aa6d8;--backward:#d8a57a}
+@media(prefers-color-scheme:dark){.memfine{--ink:#e4e7eb;--paper:#16191d;--line:#3b4149;--chunked:#74cf8f;
+--refused:#ff9d96;--forward:#4a82bd;--backward:#b87a46}}
+.memfine{font:14px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;padding:.5rem}
 .memfine h3{font-size:1rem;margin:1rem 0 .3rem}
 .memfine .wide{overflow-x:auto}
 .memfine table{border-collapse:collapse;width:100%}
-.memfine th,.memfine td{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0;border-bottom:1px solid #e3e3e3}
+.memfine th,.memfine td{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0}
+.memfine th,.memfine td{border-bottom:1px solid var(--line)}
 .memfine td{overflow-wrap:break-word}
 @media(max-width:40rem){.memfine td{overflow-wrap:anywhere}}
 .memfine .number{text-align:right;white-space:nowrap}
-.memfine .chunked{color:#1a6b2f;white-space:nowrap}
-.memfine .refused{color:#a32020;white-space:nowrap}
-.memfine .bar{background:#7aa6d8;height:.6rem;min-width:1px}
-.memfine svg{width:100%;height:auto}
+.memfine .chunked{color:var(--chunked);white-space:nowrap}
+.memfine .refused{color:var(--refused);white-space:nowrap}
+.memfine .bar{background:var(--forward);height:.6rem;min-width:1px}
+.memfine svg{display:block;width:100%;height:12rem;border:solid var(--line);border-width:1px 0}
+.memfine .axis,.memfine .legend{display:flex;justify-content:space-between;font-size:.85rem}
+.memfine .legend{justify-content:flex-start;flex-wrap:wrap;gap:.2rem 1rem;margin-top:.3rem}
+.memfine .legend i{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem;opacity:.5}
+.memfine .legend i.live{height:2px;vertical-align:middle;opacity:1;background:var(--ink)}
 """
+"""Colours follow the reader's light or dark scheme."""
 
 
 def page(report: Report) -> str:
@@ -307,17 +315,26 @@ def _timeline(timeline: Timeline) -> str:
     stretches = "".join(
         f'<rect x="{_WIDTH * span.begin_us / last:.1f}" y="0" height="{_HEIGHT}" '
         f'width="{_WIDTH * (span.end_us - span.begin_us) / last:.1f}" fill-opacity="0.3" '
-        f'fill="{_COLOURS.get(span.name.partition(" ")[0], "#888888")}"><title>{escape(span.name)}</title></rect>'
+        f'fill="var(--{span.name.partition(" ")[0]},#888888)"><title>{escape(span.name)}</title></rect>'
         for span in timeline.spans
     )
     drawn = [(_WIDTH * time / last, _HEIGHT * (1 - max(0, live) / most)) for time, live in _highest(timeline)]
     corners = [(after[0], before[1]) for before, after in pairwise(drawn)]
     steps = [point for both in zip(drawn, [*corners, drawn[-1]], strict=True) for point in both]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
+    kinds = dict.fromkeys(span.name.partition(" ")[0] for span in timeline.spans)
+    legend = "".join(
+        f'<span><i style="background:var(--{kind},#888888)"></i>chunked region, {escape(kind)}</span>' for kind in kinds
+    )
+    # Text stands beside the drawing, which a narrow screen shrinks.
     return (
         f"<h3>The measured step: at most {readable_bytes(most)} beyond its start, {last / 1e3:.1f} ms while traced</h3>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="live memory over the step">{stretches}'
-        f'<polyline points="{points}" fill="none" stroke="#222222" stroke-width="1.2"/></svg>'
+        f'<div class="axis"><span>{readable_bytes(most)}</span></div>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="live memory over the step">{stretches}<polyline points="{points}" fill="none" '
+        'stroke="var(--ink)" stroke-width="1.2" vector-effect="non-scaling-stroke"/></svg>'
+        f'<div class="axis"><span>0 B at 0 ms</span><span>time in the step</span><span>{last / 1e3:.1f} ms</span></div>'
+        f'<div class="legend"><span><i class="live"></i>live bytes beyond the start of the step</span>{legend}</div>'
     )
 
 
