@@ -39,7 +39,7 @@ KNOWS = {
     "capture": "passes.read",  # only the markers that it writes into expert loops, for the reader to find
     "compiler": "records memory runtime plan kernels passes.read passes.head passes.lower passes.step "
     "passes.verify report capture",
-    "fitting": "memory plan compiler capture",
+    "fitting": "memory plan report compiler capture",
     "api": "records memory expert_parallel report capture compiler fitting",
     "__init__": "records runtime report compiler api",
     "demo": "memory report __init__",

@@ -18,6 +18,7 @@ from memfine_fx.fitting.changes import Change
 from memfine_fx.fitting.devices import CudaTerm
 from memfine_fx.fitting.export import Exported
 from memfine_fx.fitting.setup import TRAININGS, Setup
+from memfine_fx.report.style import palette
 from memfine_fx.units import budget_text, readable_bytes
 
 __all__ = ["FitReport"]
@@ -234,6 +235,7 @@ def page(report: FitReport) -> str:
     about += ", gradient checkpointing of layers" if setup.checkpointing else ""
     about += f", {setup.accumulate} accumulated micro-batches" if setup.accumulate > 1 else ""
     return Template(files.joinpath("page.html").read_text(encoding="utf-8")).substitute(
+        palette=palette(":root"),
         model=escape(report.model),
         about=escape(about),
         alternatives="" if report.alternatives else "<p>More of them with <code>memfine fit --alternatives</code>.</p>",

@@ -20,6 +20,7 @@ from memfine_fx.memory.timeline import Timeline
 from memfine_fx.records import Where
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
 from memfine_fx.report.picture import region_svg
+from memfine_fx.report.style import palette
 from memfine_fx.units import readable_bytes
 
 if TYPE_CHECKING:  # sympy would be most of the package's import time
@@ -201,10 +202,9 @@ def _jsonable(value: Any) -> str:
 
 _WIDTH, _HEIGHT = 800, 200
 _MAX_POINTS = 2000
-_STYLE = """
-.memfine{--ink:#222;--paper:#fff;--line:#e3e3e3;--chunked:#1a6b2f;--refused:#a32020;--forward:#7aa6d8;--backward:#d8a57a}
-@media(prefers-color-scheme:dark){.memfine{--ink:#e4e7eb;--paper:#16191d;--line:#3b4149;--chunked:#74cf8f;
---refused:#ff9d96;--forward:#4a82bd;--backward:#b87a46}}
+_STYLE = (
+    palette(".memfine")
+    + """
 .memfine{font:14px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;padding:.5rem}
 .memfine h3{font-size:1rem;margin:1rem 0 .3rem}
 .memfine .wide{overflow-x:auto}
@@ -214,8 +214,8 @@ _STYLE = """
 .memfine td{overflow-wrap:break-word}
 @media(max-width:40rem){.memfine td{overflow-wrap:anywhere}}
 .memfine .number{text-align:right;white-space:nowrap}
-.memfine .chunked{color:var(--chunked);white-space:nowrap}
-.memfine .refused{color:var(--refused);white-space:nowrap}
+.memfine .chunked{color:var(--good);white-space:nowrap}
+.memfine .refused{color:var(--bad);white-space:nowrap}
 .memfine .bar{background:var(--forward);height:.6rem;min-width:1px}
 .memfine svg{display:block;width:100%;height:12rem;border:solid var(--line);border-width:1px 0}
 .memfine .axis,.memfine .legend{display:flex;justify-content:space-between;font-size:.85rem}
@@ -223,7 +223,7 @@ _STYLE = """
 .memfine .legend i{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem;opacity:.5}
 .memfine .legend i.live{height:2px;vertical-align:middle;opacity:1;background:var(--ink)}
 """
-"""Colours follow the reader's light or dark scheme."""
+)
 
 
 def page(report: Report) -> str:

@@ -30,6 +30,7 @@ from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.plan.rows import LEAST_TOKENS, knee_tokens
+from memfine_fx.report.style import palette
 from memfine_fx.units import readable_bytes
 from tests.fitting.test_fit import config_of
 
@@ -162,7 +163,9 @@ def test_the_page_writes_bytes_as_texts_do() -> None:
 
 def test_the_page_has_no_colour_of_one_scheme_only() -> None:
     style = Path("memfine_fx/fitting/page.html").read_text(encoding="utf-8").partition("</style>")[0]
-    assert "color-scheme:light dark" in style and "@media(prefers-color-scheme:dark)" in style
+    assert "$palette" in style and set(re.findall(r"var\((--\w+)", style)) <= set(
+        re.findall(r"--\w+", palette(":root"))
+    )
     assert re.findall(r"[;{](?:color|background|fill|stroke|border[-\w]*):[^;}]*#\w+", style) == []
 
 
