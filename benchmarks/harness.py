@@ -8,6 +8,7 @@ On CPU every child runs under a memory limit, so that one which asks for too muc
 any other, instead of taking the machine down.
 """
 
+import itertools
 import json
 import os
 import re
@@ -24,8 +25,8 @@ from pathlib import Path
 
 from benchmarks.peers import find_peer
 from benchmarks.records import UNAVAILABLE, Job, Row
-from memfine_fx.demo.progress import open_progress
 from memfine_fx.memory.machine import host_bytes
+from memfine_fx.progress import shown_stages, stages
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported|Chunk|Infeasible)\b")
 Run = Callable[[Job, Path, float], Row]
@@ -62,27 +63,29 @@ def run_rounds(
     run = run or partial(run_in_process, memory_limit_bytes=limit, num_threads=threads)
     kept = {(row.job.key, row.round): row for row in read_rows(json_file) if row.is_finished}
     started = time.monotonic()
-    progress = open_progress(rounds * len(jobs))
+    numbers = itertools.count(1)
     lock = threading.Lock()
 
     def finish(job: Job, round_: int, cache: Path) -> Row | None:
         with lock:
-            progress.set_description(f"round {round_ + 1}: {job.workload}, {job.peer}, {job.dtype}")
+            place = f"{next(numbers)} of {rounds * len(jobs)}, round {round_ + 1}"
+            stages.info("%s: %s, %s, %s", place, job.workload, job.peer, job.dtype)
         row = kept.get((job.key, round_))
         if row is None and time.monotonic() - started < total_limit_s:
             row = replace(run(job, cache, job_limit_s), round=round_)
             with lock:
                 _append(json_file, row)
-        with lock:
-            progress.update(1)
         return row
 
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="memfine_bench_") as caches, ThreadPoolExecutor(parallel) as pool:
+    with (
+        shown_stages(),
+        tempfile.TemporaryDirectory(prefix="memfine_bench_") as caches,
+        ThreadPoolExecutor(parallel) as pool,
+    ):
         folders = [shared_cache or Path(caches) / job.key for job in jobs]
         for round_ in range(rounds):
             rows += [row for row in pool.map(finish, jobs, [round_] * len(jobs), folders) if row is not None]
-    progress.close()
     if len(rows) < rounds * len(jobs):
         print(f"stopped after {total_limit_s:.0f} s: {len(rows)} of {rounds * len(jobs)} rows are finished")
     return rows

@@ -59,6 +59,7 @@ _HANDED_ON = frozenset(
         "'\\n'.join(problems)",
         "f'{where}: {message}'",
         "f'memfine: {error}'",
+        "f'memfine: {as_typed(str(error), options)}'",
     }
 )
 """Expressions that hold a message found elsewhere."""

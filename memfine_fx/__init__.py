@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from memfine_fx.errors import (
         BudgetInfeasible,
         CannotChunk,
-        ChunkOutOfMemory,
         ConfigError,
         DoubleBackwardError,
         MemfineError,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from memfine_fx.records.verification import RegionVerification, VerifyReport
     from memfine_fx.report.entries import RegionReport
     from memfine_fx.report.reports import Report
+    from memfine_fx.runtime.halving import ChunkOutOfMemory
 
 __all__ = [
     "BudgetInfeasible",
@@ -58,9 +58,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "api": "explain fit log_scalars optimize scalars verify",
     "config": "Config",
-    "errors": "BudgetInfeasible CannotChunk ChunkOutOfMemory ConfigError DoubleBackwardError MemfineError",
+    "errors": "BudgetInfeasible CannotChunk ConfigError DoubleBackwardError MemfineError",
     "records.verification": "RegionVerification VerifyReport",
     "report.reports": "RegionReport Report",
+    "runtime.halving": "ChunkOutOfMemory",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

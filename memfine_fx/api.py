@@ -20,6 +20,7 @@ from memfine_fx.compiler.optimized import Options, captured, optimize_in_place, 
 from memfine_fx.config import Config, InnerBackend, MemoryBudget
 from memfine_fx.errors import ConfigError, MemfineError
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
+from memfine_fx.progress import working
 from memfine_fx.records.verification import VerifyReport
 from memfine_fx.report.reports import Report
 from memfine_fx.report.training_log import ScalarWriter, scalars_of
@@ -122,7 +123,9 @@ def explain(
 
     _check_inputs(model, kwargs, "explain")
     session = _open_session(config or Config.from_environment(), is_dry=not measure)
-    with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
+    runs = "it is compiled and a step is measured" if measure else "its forward runs once"
+    says_so = working(f"explaining {type(model).__name__}: {runs}", "explained")
+    with says_so, _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.diagnostics.notes.extend(stack.enter_context(switched_experts(model)))
         compiled = functools.partial(_captured_forward(model, session), 0)
@@ -212,7 +215,8 @@ def fit(
         accumulate,
     )
     question = Question(memory, gpu, device, has_even_routing, alternatives)
-    return answer(model_or_config, setup, question, _merged(config))
+    with working("analysing whether a model fits: nothing is allocated or run", "analysed"):
+        return answer(model_or_config, setup, question, _merged(config))
 
 
 def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **kwargs: Any) -> VerifyReport:
@@ -237,7 +241,8 @@ def verify(model: torch.nn.Module, *args: Any, config: Config | None = None, **k
 
     _check_inputs(model, kwargs, "verify")
     session = _open_session(dataclasses.replace(config or Config.from_environment(), verify=True), is_dry=True)
-    with _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
+    says_so = working(f"verifying {type(model).__name__}: rewrites are compared with it in fp64", "verified")
+    with says_so, _unchanged(model, args, kwargs), contextlib.ExitStack() as stack:
         if session.config.captures_loops:
             session.diagnostics.notes.extend(stack.enter_context(switched_experts(model)))
         _captured_forward(model, session)(0, *args, **kwargs)

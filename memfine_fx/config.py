@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.units import bytes_of_text
 
 __all__ = ["LEAST", "Axis", "Config", "InnerBackend", "MemoryBudget", "PassName", "budget_as_written", "parse_budget"]
 
@@ -31,21 +31,9 @@ LEAST = "least"
 """As a memory budget: no limit, and regions save nothing of routed rows, also where keeping would leave the peak of a
 step where it is."""
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 _OPTIONS = "MEMFINE_OPTIONS"
 _WORDS = {"true": True, "false": False, "none": None}
 _FLAGS = ("captures_loops", "returns_logits", "verify", "gives_up_comparison_with_eager")
-_BUDGET_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?b|([kmgt]i?))?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -155,7 +143,7 @@ class Config:
             _check_names(fields)
             return Config(**{name: _value(name, written) for name, written in fields.items()})
         except ConfigError as error:
-            raise ConfigError(f"{_OPTIONS}={text!r}: {error}") from error
+            raise ConfigError(f"{_OPTIONS}={text!r}: {str(error).replace('Config.', '')}") from error
 
 
 def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int | None:
@@ -185,8 +173,7 @@ def parse_budget(budget: MemoryBudget, device_bytes: int | None = None) -> int |
             raise ConfigError(f"memory_budget={budget!r} is not a fraction in (0, 1]; expected {accepted}")
         return None if device_bytes is None else int(budget * device_bytes)
     if isinstance(budget, str):
-        match = _BUDGET_TEXT.fullmatch(budget)
-        num_bytes = 0 if match is None else _text_bytes(match)
+        num_bytes = bytes_of_text(budget)
         if num_bytes <= 0:
             raise ConfigError(f"memory_budget={budget!r} is not understood; expected {accepted}")
         return num_bytes
@@ -232,6 +219,22 @@ def asked_gpu_kernels() -> bool | None:
     return None if written is None else written == "1"
 
 
+def is_quiet() -> bool:
+    """Return whether nothing is said on stderr of what takes long (MEMFINE_QUIET, 0 or 1), see `progress`.
+
+    Without the variable nothing is said by ranks other than the first, and in tests that pytest runs.
+
+    Raises:
+        ConfigError: it is neither 0 nor 1.
+    """
+    written = os.environ.get("MEMFINE_QUIET") or None
+    if written not in (None, "0", "1"):
+        raise ConfigError(f"MEMFINE_QUIET={written!r} is unknown; expected 0 or 1")
+    if written is not None:
+        return written == "1"
+    return "PYTEST_CURRENT_TEST" in os.environ or os.environ.get("RANK", "0") != "0"
+
+
 def cache_folder() -> str:
     """Return the folder for what is measured once a machine (MEMFINE_CACHE), in the user's cache by default.
 
@@ -273,11 +276,6 @@ def _number(written: str) -> int | float | str:
         with contextlib.suppress(ValueError):
             return kind(written)
     return written
-
-
-def _text_bytes(match: re.Match[str]) -> int:
-    unit = (match.group(2) or match.group(3) or "").lower()
-    return int(float(match.group(1)) * _UNITS[unit])
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

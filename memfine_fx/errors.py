@@ -1,8 +1,8 @@
-"""Errors and refusals of memfine_fx.
+"""Errors and refusals of memfine_fx. No torch is loaded here, so that a command can refuse an option at once.
 
-`ConfigError`, `BudgetInfeasible` and `ChunkOutOfMemory` reach the user. `CannotChunk` never does: it is raised where a
-graph leaves what a pass can prove, caught once per region by the pipeline, and printed by the report;
-the user's graph stays as it was.
+`ConfigError` and `BudgetInfeasible` reach the user, and so does `runtime.halving.ChunkOutOfMemory`, an error of torch
+too. `CannotChunk` never does: it is raised where a graph leaves what a pass can prove, caught once per region by the
+pipeline, and printed by the report; the user's graph stays as it was.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-import torch
+from memfine_fx.units import budget_text, readable_bytes
 
 __all__ = [
     "BudgetInfeasible",
     "CannotChunk",
-    "ChunkOutOfMemory",
     "CompatibilityWarning",
     "ConfigError",
     "DoubleBackwardError",
@@ -219,31 +218,11 @@ class BudgetInfeasible(MemfineError):
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.largest_terms = tuple(largest_terms)
-        terms = ", ".join(f"{name} {num_bytes:,} B" for name, num_bytes in self.largest_terms)
+        terms = ", ".join(f"{name} {readable_bytes(num_bytes)}" for name, num_bytes in self.largest_terms)
         super().__init__(
-            f"memory_budget={budget_bytes:,} B cannot be met: the smallest budget that fits is "
-            f"{minimum_bytes:,} B. Largest terms: {terms}. Raise memory_budget to at least {minimum_bytes}, "
-            f"or make the batch or sequence smaller."
-        )
-
-
-class ChunkOutOfMemory(MemfineError, torch.OutOfMemoryError):
-    """Memory ran out in a chunk of a single row; what handles `torch.OutOfMemoryError` handles this.
-
-    Args:
-        terms: (name, bytes) of what one row needs beyond what is already alive.
-        cause: what the allocator said.
-    """
-
-    def __init__(self, terms: Sequence[tuple[str, int]], cause: str) -> None:
-        self.terms = tuple(sorted(terms, key=lambda term: -term[1]))
-        self.needed_bytes = sum(num_bytes for _, num_bytes in self.terms)
-        self.cause = cause
-        listed = ", ".join(f"{name} {num_bytes:,} B" for name, num_bytes in self.terms)
-        super().__init__(
-            f"out of memory in a chunk of a single row, after halving its rows down to that: one row needs about "
-            f"{self.needed_bytes:,} B ({listed}). Free memory outside the experts: make the batch or sequence "
-            f"smaller, or checkpoint the layers. The allocator said: {cause}"
+            f"memory_budget={budget_bytes} ({readable_bytes(budget_bytes)}) cannot be met: the smallest budget that "
+            f"fits is {minimum_bytes} ({readable_bytes(minimum_bytes)}). Largest terms: {terms}. Raise memory_budget "
+            f'to "{budget_text(minimum_bytes)}", or make the batch or sequence smaller.'
         )
 
 

@@ -191,7 +191,7 @@ def test_a_budget_of_the_environment_has_each_of_its_forms(
         ("colour=3", "unknown option 'colour'"),
         ("memory_budget", "'memory_budget' is not NAME=VALUE"),
         ("memory_budget=20 parsecs", "is not understood"),
-        ("returns_logits=yes", "Config.returns_logits must be a bool, got 'yes'"),
+        ("returns_logits=yes", "returns_logits must be a bool, got 'yes'"),
         ("rows_per_chunk=-1", "must be a positive int"),
         ("bins=4/2", "must be a tuple of rising positive ints"),
         ("axis=columns", "expected one of"),

@@ -8,10 +8,10 @@ from memfine_fx.errors import BudgetInfeasible, CannotChunk, ConfigError, Double
 
 
 def test_an_infeasible_budget_says_what_would_fit_and_what_fills_it() -> None:
-    error = BudgetInfeasible(1_000, 2_500, [("expert weight grads", 2_000), ("chunk", 500)])
+    error = BudgetInfeasible(1_000, 2_501, [("expert weight grads", 2_001), ("chunk", 500)])
     assert str(error) == (
-        "memory_budget=1,000 B cannot be met: the smallest budget that fits is 2,500 B. Largest terms: "
-        "expert weight grads 2,000 B, chunk 500 B. Raise memory_budget to at least 2500, "
+        "memory_budget=1000 (1000 B) cannot be met: the smallest budget that fits is 2501 (2.44 KiB). Largest terms: "
+        'expert weight grads 1.95 KiB, chunk 500 B. Raise memory_budget to "2.45KiB", '
         "or make the batch or sequence smaller."
     )
 

@@ -53,6 +53,7 @@ from memfine_fx.plan.budget import (
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.rates import device_rates
 from memfine_fx.plan.runs import Caller, Run
+from memfine_fx.progress import working
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, can_be_none, is_added
 from memfine_fx.runtime.live import MOST_PLANS, LiveHead
 
@@ -266,7 +267,8 @@ class CompiledGraph:
         try:
             shape_env = fake_mode.shape_env
             known = 0 if shape_env is None else len(shape_env.guards)
-            with observed_passes(session), compiling_again(fake_mode), session.diagnostics.timed("recompile"):
+            again = working("compiling a graph again: no plan of it fits the memory of this step", "compiled again")
+            with again, observed_passes(session), compiling_again(fake_mode), session.diagnostics.timed("recompile"):
                 module = captured_copy(self._pristine)
                 partition = self._compile(module, inputs, step, budget, partitioned=check)
             # What compiling found out about sizes beyond Dynamo's guards holds for this partition only, see

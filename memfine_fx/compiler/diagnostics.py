@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memfine_fx import progress
 from memfine_fx.compat.dynamo import graph_breaks, num_frames
 from memfine_fx.compat.settings import CAPTURE_FLAGS
 from memfine_fx.errors import Reason
@@ -21,6 +22,17 @@ from memfine_fx.records import Refusal, Where
 __all__ = ["Diagnostics"]
 
 log = logging.getLogger(__name__)
+_IN_WORDS = {
+    "read": "reading the layers",
+    "check": "comparing gradients with autograd's",
+    "compare": "comparing layers with your code",
+    "plan": "planning chunks",
+    "heads": "looking for a head of a large vocabulary",
+    "fit": "fitting what is saved into the budget",
+    "further partitions": "partitioning for other budgets",
+    "recompile": "compiling for other sizes",
+}
+"""Stages as the line of progress names them; any other is a pass."""
 
 
 @dataclass(eq=False)
@@ -57,7 +69,8 @@ class Diagnostics:
         started = time.perf_counter()
         before, self._seconds_within = self._seconds_within, 0.0
         try:
-            yield
+            with progress.stage(_IN_WORDS.get(stage, f"pass {stage}")):
+                yield
         finally:
             spent = time.perf_counter() - started
             # Stages nest: seconds that those within have counted are theirs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfine_fx import progress
 from memfine_fx.compat.chunking import can_chunk
 from memfine_fx.compat.dynamo import plain_compiler
 from memfine_fx.compat.interpreter import compiled_call
@@ -62,14 +64,17 @@ def compile_in_session(
         session.diagnostics.has_warned = True  # of what is lost; that there are no regions follows
         plain: Callable[..., Any] = plain_compiler(session.config.inner_backend)(graph_module, list(example_inputs))
         return plain
-    from memfine_fx.compiler.logs import warn_without_regions
+    from memfine_fx.compiler.logs import said_to_compile, warn_without_regions
     from memfine_fx.compiler.pipeline import compile_graph
 
     call = None if session.holds_compiled else compiled_call()
     if call is not None and call.model is not None:
         session.models.add(call.model)
+    model = next(iter(session.models), None) if call is None else call.model
+    says_so = said_to_compile(session, model) if session.observer.compiles else contextlib.nullcontext()
     try:
-        compiled = compile_graph(graph_module, example_inputs, session)
+        with says_so, progress.stage("compiling code"):
+            compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:
         return _raising(error)
     has_chunked = bool(session.graphs and session.graphs[-1].live_regions())

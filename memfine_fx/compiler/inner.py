@@ -33,6 +33,7 @@ from memfine_fx.compat.inductor import (
     wrapper_of,
 )
 from memfine_fx.compat.settings import AUTOGRAD_CACHE
+from memfine_fx.compiler.tensor_names import with_labels
 from memfine_fx.config import Config
 from memfine_fx.memory.liveness import GraphMemory
 from memfine_fx.memory.step import GraphStep
@@ -177,7 +178,7 @@ def compile_and_read(
     memory = read_wrapper(wrapper_of(compiled), graph_module.graph, counted)
     step.add_hints(graph_module.graph)
     if memory is not None:
-        record_memory(step, is_backward, memory)
+        record_memory(step, is_backward, with_labels(memory, graph_module.graph))
         step.estimated.discard("backward" if is_backward else "forward")
         changed()
     if is_backward:
@@ -225,4 +226,8 @@ def take_estimate(step: GraphStep, partitioned: Callable[[], None], partition: G
     step.estimated = {"forward", "backward"}
     for module in partition.modules:
         step.add_hints(module.graph)
+    for module, direction in zip(partition.modules, ("forward", "backward"), strict=False):
+        memory: GraphMemory | None = getattr(step, direction)
+        if memory is not None:
+            record_memory(step, direction == "backward", with_labels(memory, module.graph))
     partitioned()

@@ -9,13 +9,17 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
+import torch
 from torch import fx
 
+from memfine_fx import progress
 from memfine_fx.capture.adapters import hint_for_adapters
 from memfine_fx.capture.output_recorders import hint_for_recording
 from memfine_fx.capture.quantized import hint_for_packed_layers
 from memfine_fx.capture.ranks import hint_for_cut_graphs
+from memfine_fx.capture.structure import moe_layers
 from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
 from memfine_fx.compat.traces import trace_artifact
@@ -25,9 +29,9 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.config import dump_folder
 from memfine_fx.errors import Reason
 from memfine_fx.passes.pass_list import PassObserver, observed_by
-from memfine_fx.report.reports import by_reason
+from memfine_fx.report.reports import by_reason, chunked_in_words
 
-__all__ = ["dump_graph", "log_regions", "observed_passes", "silenced", "warn_without_regions"]
+__all__ = ["dump_graph", "log_regions", "observed_passes", "said_to_compile", "silenced", "warn_without_regions"]
 
 _numbers = itertools.count(1)  # of dumps, in the order in which they were written
 passes_log = logging.getLogger("memfine_fx.passes")
@@ -65,6 +69,24 @@ def warn_without_regions(session: Session) -> None:
         f"memfine_fx found {summary} and compiled the model as plain {session.config.inner_backend}: {reasons}",
         stacklevel=2,
     )
+
+
+def said_to_compile(session: Session, model: torch.nn.Module | None) -> AbstractContextManager[None]:
+    """Return a context in which a model, or another graph of it, is compiled, and which says so.
+
+    Args:
+        model: None where it is not known.
+    """
+
+    def title() -> str:
+        name = "a model" if model is None else type(model).__name__
+        if session.graphs:
+            return f"compiling graph {len(session.graphs) + 1} of {name}, for other sizes or code behind a graph break"
+        num_layers = 0 if model is None else len(moe_layers(model))
+        what = f"{num_layers} MoE layer{'s' if num_layers > 1 else ''} ({name})" if num_layers else name
+        return f"compiling {what}; later steps reuse it"
+
+    return progress.working(title, "compiled", lambda: chunked_in_words(report_of(session)))
 
 
 @contextlib.contextmanager

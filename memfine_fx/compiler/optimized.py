@@ -49,6 +49,7 @@ from memfine_fx.compat.settings import ignoring_debug_logging
 from memfine_fx.compiler.recompile_limit import RecompileLimit
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
+from memfine_fx.records import short_place
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.captured_graph import CapturedGraph
@@ -172,7 +173,7 @@ class OptimizedCall:
         compiled = self._compiled or self.prepare()
         session = self.session
         assert session is not None
-        with session.diagnostics.noting_breaks():
+        with session.diagnostics.noting_breaks(), self._said_to_compile(session):
             result = compiled(place, *args, **kwargs)
         self.has_run = True
         if not session.diagnostics.has_warned and not session.has_chunked:
@@ -180,6 +181,14 @@ class OptimizedCall:
 
             warn_without_regions(session)
         return result
+
+    def _said_to_compile(self, session: Session) -> contextlib.AbstractContextManager[None]:
+        """Return a context for one call: the first one compiles, which takes long, and says so."""
+        if self.has_run:
+            return contextlib.nullcontext()
+        from memfine_fx.compiler.logs import said_to_compile
+
+        return said_to_compile(session, self.model)
 
     def state_of_model(self) -> Any:
         """The model's state as copy and pickle ask for it: what its class gives, less this method.
@@ -308,7 +317,7 @@ def _how_it_was_bypassed(call: OptimizedCall) -> str:
     part, forward = replaced
     function = getattr(forward, "__func__", forward)
     name, code = getattr(function, "__qualname__", type(function).__name__), getattr(function, "__code__", None)
-    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    place = "" if code is None else f" ({short_place(f'{code.co_filename}:{code.co_firstlineno}')})"
     return (
         f"The forward of {type(part).__name__} was replaced by {name}{place}: call memfine_fx.optimize(model) again, "
         "after that"

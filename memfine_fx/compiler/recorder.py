@@ -7,7 +7,6 @@ makes of it run as they are. Beside the plan of the session's own budget, other 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -39,10 +38,10 @@ from memfine_fx.passes.tracing import copied_module
 from memfine_fx.plan.budget import GraphBudget
 from memfine_fx.plan.cost import DeviceRates
 from memfine_fx.plan.runs import Run
+from memfine_fx.progress import stages
 
 __all__ = ["PlainRecorder", "Reads", "Recorder", "record_plain"]
 
-_stages = logging.getLogger("memfine_fx.fit")
 Reads = Literal["graph", "code"]
 """What a record is read of: the graph alone, which is quicker, or the code that Inductor would write."""
 
@@ -79,7 +78,7 @@ class Recorder(Observer):
     def on_lowered(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], session: Session, record: CapturedGraph
     ) -> Callable[..., Any] | None:
-        _stages.info("graph captured: %d layers chunked", len(record.lowered))
+        stages.info("graph captured: %d layers chunked", len(record.lowered))
         self._inputs[record] = inputs
         graph = RecordedGraph if record.lowered else _PlainGraph
         return graph(graph_module, inputs, session, record, self).__call__
@@ -112,7 +111,7 @@ class PlainRecorder(Recorder):
     def on_capture(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], session: Session, record: CapturedGraph
     ) -> Callable[..., Any] | None:
-        _stages.info("graph captured, as torch.compile takes it")
+        stages.info("graph captured, as torch.compile takes it")
         self._inputs[record] = inputs
         return _PlainGraph(graph_module, inputs, session, record, self).__call__
 
@@ -280,7 +279,7 @@ def _read_alone(
     give_values(graph_module.graph)  # a plain graph's partitioner is not ours
     unchanged = copied_module(graph_module)  # Inductor rewrites the one that it is given
     memory = None
-    _stages.info("reading the memory of the %s", "backward" if is_backward else "forward")
+    stages.info("reading the memory of the %s", "backward" if is_backward else "forward")
     if reads == "code":
         memory = read_wrapper(written_code(graph_module, inputs, **kwargs), graph_module.graph, counted)
     step.add_hints(graph_module.graph)

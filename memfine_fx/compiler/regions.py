@@ -44,7 +44,7 @@ from memfine_fx.passes.verify.gradient_check import check_gradients
 from memfine_fx.plan.budget import choose_plan
 from memfine_fx.plan.rates import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
-from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy
+from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy, short_place
 from memfine_fx.runtime.mact import ChunkTuner
 from memfine_fx.runtime.store import LiveRegion, register
 
@@ -319,7 +319,9 @@ def _check_rewritten(graph: fx.Graph, swallowed: set[fx.Node], refusals: Sequenc
         where, module = node.meta.get(GUARDED, ("", ""))
         if where and module not in chunked:
             of_module = [refusal for refusal in refusals if refusal.where.module.startswith(module)]
-            reasons = [f"{refusal.details} ({refusal.obstacle or refusal.where.source})" for refusal in of_module]
+            reasons = [
+                f"{refusal.details} ({short_place(refusal.obstacle or refusal.where.source)})" for refusal in of_module
+            ]
             because = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
             raise GuardRefused(f"its experts are in no chunked layer{because}", where, module)
 

@@ -20,9 +20,10 @@ import torch
 
 import memfine_fx
 from memfine_fx.demo.chart import MIB, draw_memory
-from memfine_fx.demo.progress import Progress, open_progress
 from memfine_fx.demo.training import MODES, QUICK_SIZES, DemoSizes, ModeResult
 from memfine_fx.errors import MissingPackage
+from memfine_fx.progress import stages
+from memfine_fx.units import readable_bytes
 
 # fp32 rounding differs between the modes' kernels, and AdamW's division feeds it back into every later step.
 RELATIVE_TOLERANCE = 1e-3
@@ -108,20 +109,17 @@ def format_table(results: Sequence[ModeResult]) -> str:
 def _train_every_mode(sizes: DemoSizes, steps: int) -> tuple[list[ModeResult], list[DemoFailed]]:
     results: list[ModeResult] = []
     failures: list[DemoFailed] = []
-    ticks_per_mode = steps + 1  # the traced step is one more
     with tempfile.TemporaryDirectory(prefix="memfine_demo_") as scratch:
-        progress = open_progress(ticks_per_mode * len(MODES))
-        for mode in MODES:
-            progress.set_description(f"{mode}: compiling")
+        for number, mode in enumerate(MODES, start=1):
+            stages.info("way %d of %d, %s: compiling in a process of its own", number, len(MODES), mode)
             try:
-                results.append(_train_one_mode(mode, sizes, steps, Path(scratch), progress))
+                results.append(_train_one_mode(mode, sizes, steps, Path(scratch)))
             except DemoFailed as failure:
                 failures.append(failure)
-        progress.close()
     return results, failures
 
 
-def _train_one_mode(mode: str, sizes: DemoSizes, steps: int, scratch: Path, progress: Progress) -> ModeResult:
+def _train_one_mode(mode: str, sizes: DemoSizes, steps: int, scratch: Path) -> ModeResult:
     result_file, log_file = scratch / f"{mode}.json", scratch / f"{mode}.log"
     command = [sys.executable, "-m", "memfine_fx.demo.training", "--mode", mode]
     command += ["--json", str(result_file), "--steps", str(steps), "--sizes", json.dumps(asdict(sizes))]
@@ -137,7 +135,7 @@ def _train_one_mode(mode: str, sizes: DemoSizes, steps: int, scratch: Path, prog
     ):
         assert process.stdout is not None
         for line in process.stdout:
-            _show_event(json.loads(line), mode, progress)
+            _log_event(json.loads(line), mode, steps)
     if process.returncode != 0 or not result_file.exists():
         log_tail = "\n".join(log_file.read_text().splitlines()[-_ERROR_LINES:])
         raise DemoFailed(f"mode {mode!r} ended with exit status {process.returncode}:\n{log_tail}")
@@ -156,9 +154,8 @@ def _environment(cache: Path) -> dict[str, str]:
     }
 
 
-def _show_event(event: dict[str, Any], mode: str, progress: Progress) -> None:
+def _log_event(event: dict[str, Any], mode: str, steps: int) -> None:
     if event["event"] == "step":
-        progress.set_description(f"{mode}: step {event['step']}, loss {event['loss']:.4f}")
+        stages.info("%s: step %d of %d, loss %.4f", mode, event["step"], steps, event["loss"])
     else:
-        progress.set_description(f"{mode}: peak {event['peak_bytes'] / MIB:.0f} MiB")
-    progress.update(1)
+        stages.info("%s: peak %s", mode, readable_bytes(event["peak_bytes"]))

@@ -18,7 +18,6 @@ from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.devices import CUDA_TERMS, CudaTerm, device_bytes
 from memfine_fx.fitting.models import expert_tensors, fake_model, held_tensors, loaded_config, num_parameters
-from memfine_fx.fitting.progress import stages
 from memfine_fx.fitting.recording import PLANS, RecordedStep, record_step
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup, Train, optimizer_bytes
@@ -32,6 +31,7 @@ from memfine_fx.fitting.shortened import (
 from memfine_fx.fitting.stack import Stack, find_stack, layer_lists
 from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_uniform
 from memfine_fx.plan.solve import largest
+from memfine_fx.progress import stages
 
 __all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
 

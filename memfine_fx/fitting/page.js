@@ -261,8 +261,11 @@ const COLOURS = {
 };
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 function readable(bytes) {
-  const [unit, size] = UNITS.find(([, one]) => bytes >= one) ?? ["B", 1];
-  return (bytes / size).toFixed(2) + " " + unit;
+  if (bytes < 1024) return Math.round(bytes) + " B";
+  let power = 1;
+  while (power < UNITS.length && bytes >= 999.5 * 1024 ** power) power++;
+  const amount = bytes / 1024 ** power, decimals = Math.max(0, 2 - Math.floor(Math.log10(amount)));
+  return amount.toFixed(decimals) + " " + UNITS[UNITS.length - power][0];
 }
 const grouped = (number) => number.toLocaleString("en-US");
 const element = (id) => document.getElementById(id);
@@ -365,7 +368,7 @@ function show(data) {
   if (found.asked !== null) putBytes("asked", found.asked);
   put("longest", found.longestSeq ?? "", found.longestSeq === null ? "fixed" : grouped(found.longestSeq) + " tokens");
   put("largest", found.largestBatch ?? "", found.largestBatch === null ? "fixed" : grouped(found.largestBatch) + " sequences");
-  element("terms").replaceChildren(...[...drawn.terms, ...data.terms].map(([name, bytes]) => row([name, grouped(bytes) + " B", ((100 * bytes) / needs).toFixed(1) + " %"])));
+  element("terms").replaceChildren(...[...drawn.terms, ...data.terms].map(([name, bytes]) => row([name, readable(bytes), ((100 * bytes) / needs).toFixed(1) + " %"])));
   draw(timeline(data.analysis, drawn, size), memory, data.beside);
   alternatives(data, size, memory, found);
 }

@@ -18,10 +18,11 @@ from memfine_fx.fitting.changes import Change
 from memfine_fx.fitting.devices import CudaTerm
 from memfine_fx.fitting.export import Exported
 from memfine_fx.fitting.setup import TRAININGS, Setup
+from memfine_fx.report.style import palette
+from memfine_fx.units import budget_text, readable_bytes
 
 __all__ = ["FitReport"]
 
-_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _MIB = 1 << 20
 
 
@@ -144,25 +145,26 @@ class FitReport:
         what = f"{self.model}, {TRAININGS[setup.train]} training in {setup.dtype}, {setup.batch} x {setup.seq:,} tokens"
         what += f" in each of {setup.accumulate} micro-batches" if setup.accumulate > 1 else ""
         needs = shown.num_bytes + self.beside_bytes
-        peak = f"its peak is {_readable(needs)}, in the {shown.where}"
+        peak = f"its peak is {readable_bytes(needs)}, in the {shown.where}"
         if self.fits is None:
             return [f"{what}: {peak}"]
         plan = "" if shown is self.asked else " under the smallest budget"
         verdict = "fits" if self.fits else "does not fit"
-        return [f"{what}: {verdict} in {_readable(self.memory_bytes or 0)}{plan}; {peak}"]
+        return [f"{what}: {verdict} in {readable_bytes(self.memory_bytes or 0)}{plan}; {peak}"]
 
     def _terms(self) -> list[str]:
-        lines = [f"  {num_bytes:>18,} B  {name}" for name, num_bytes in self.shown.terms]
+        lines = [f"  {readable_bytes(num_bytes):>10}  {name}" for name, num_bytes in self.shown.terms]
         lines += [
-            f"  {term.num_bytes:>18,} B  {term.name} (CUDA, unmeasured: {term.source})" for term in self.cuda_terms
+            f"  {readable_bytes(term.num_bytes):>10}  {term.name} (CUDA, unmeasured: {term.source})"
+            for term in self.cuda_terms
         ]
         return lines
 
     def _budgets(self) -> list[str]:
         note = "" if self.lightest is self.least else ", more than without a budget, which leaves checkpoints in place"
         lines = [
-            f"smallest budget that works: {_readable(self.least.num_bytes)} ({self.least.num_bytes:,} B){note}",
-            f"budget that computes nothing again: {_readable(self.most.num_bytes)} ({self.most.num_bytes:,} B)",
+            f"smallest budget that works: {budget_text(self.least.num_bytes)} ({self.least.num_bytes} bytes){note}",
+            f"budget that computes nothing again: {budget_text(self.most.num_bytes)} ({self.most.num_bytes} bytes)",
         ]
         if self.memory_bytes is not None:
             lines.append(
@@ -173,7 +175,7 @@ class FitReport:
             lines.append(f"use: {self.line}")
         for change in self.changes:
             verdict = "" if change.fits is None else ": fits" if change.fits else ": still too much"
-            lines.append(f"with {change.what} the smallest budget is {_readable(change.least_bytes)}{verdict}")
+            lines.append(f"with {change.what} the smallest budget is {readable_bytes(change.least_bytes)}{verdict}")
         return lines
 
     def _without_us(self) -> list[str]:
@@ -186,7 +188,7 @@ class FitReport:
             fits = "" if self.memory_bytes is None else ", fits" if needs <= self.memory_bytes else ", does not fit"
             longest = "" if self.memory_bytes is None else f"; sequences of {_up_to(other.longest_seq)} tokens"
             remark = f" ({other.remark})" if other.remark else ""
-            lines.append(f"  {other.what}: {_readable(needs)} in the {other.total.where}{fits}{longest}{remark}")
+            lines.append(f"  {other.what}: {readable_bytes(needs)} in the {other.total.where}{fits}{longest}{remark}")
         return lines
 
     def _remarks(self) -> list[str]:
@@ -201,11 +203,6 @@ class FitReport:
 def _optimize_line(budget: int) -> str:
     text = str(budget) if budget % _MIB else f'"{budget // _MIB}MiB"'
     return f"memfine_fx.optimize(model, memory_budget={text})"
-
-
-def _readable(num_bytes: int) -> str:
-    unit, size = next(((unit, size) for unit, size in _UNITS if num_bytes >= size), ("B", 1))
-    return f"{num_bytes / size:.2f} {unit}"
 
 
 def _up_to(most: int | None) -> str:
@@ -238,6 +235,7 @@ def page(report: FitReport) -> str:
     about += ", gradient checkpointing of layers" if setup.checkpointing else ""
     about += f", {setup.accumulate} accumulated micro-batches" if setup.accumulate > 1 else ""
     return Template(files.joinpath("page.html").read_text(encoding="utf-8")).substitute(
+        palette=palette(":root"),
         model=escape(report.model),
         about=escape(about),
         alternatives="" if report.alternatives else "<p>More of them with <code>memfine fit --alternatives</code>.</p>",
@@ -278,6 +276,6 @@ def _notes(report: FitReport) -> list[str]:
     notes = [report.how, _CHOSEN.format(batch=setup.batch, seq=setup.seq)]
     notes += [_DRAWN] if len(report.analysis.records) > 1 else []
     notes += report.estimates
-    notes += [f"{term.name}: {term.num_bytes:,} B, unmeasured: {term.source}" for term in report.cuda_terms]
+    notes += [f"{term.name}: {readable_bytes(term.num_bytes)}, unmeasured: {term.source}" for term in report.cuda_terms]
     notes += [f"counted as it was written: {where}: {why}" for where, why in report.refused]
     return notes

@@ -21,11 +21,11 @@ from typing import IO
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.config import Config
 from memfine_fx.fitting.models import fake_model
-from memfine_fx.fitting.progress import silenced_packages, stages
 from memfine_fx.fitting.recording import UNIFORM_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.fitting.stack import Stack, shortened
 from memfine_fx.memory.step import GraphStep, RunMemory
+from memfine_fx.progress import silenced_packages, stages
 
 __all__ = ["Request", "can_record_meanwhile", "new_mode", "portable", "record_shortened", "recorded_meanwhile"]
 

@@ -24,16 +24,17 @@ from memfine_fx.fitting.analysis import StepTotal
 from memfine_fx.fitting.answer import Question, answer
 from memfine_fx.fitting.changes import Change
 from memfine_fx.fitting.models import loaded_config
-from memfine_fx.fitting.progress import stages
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.memory.machine import DamagedFile, load_measurement, measurement_key, save_measurement
+from memfine_fx.progress import stages
 
 __all__ = ["answer_or_stored", "decoded", "encoded", "key_of"]
 
 _PACKAGES = ("memfine-fx", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "numpy", "sympy")
 _VARIABLES = ("MEMFINE_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ATEN_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the names of environment variables that may change an answer."""
+_WITHOUT_EFFECT = ("MEMFINE_CACHE", "MEMFINE_QUIET")
 _SHOWN_WHILE_COMPILING = ("MEMFINE_DUMP", "MEMFINE_LOGS", "TORCH_LOGS", "TORCH_TRACE")
 """Variables of users who want to see what is compiled; a stored answer compiles nothing."""
 
@@ -77,7 +78,9 @@ def _parts(source: object, setup: Setup, question: Question, config: Config) -> 
     yield _own_source(), platform.python_version()
     yield [(name, _version(name)) for name in _PACKAGES]
     yield measurement_key("cpu"), torch.get_num_threads(), torch.cuda.is_available()
-    yield sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES) and item[0] != "MEMFINE_CACHE")
+    yield sorted(
+        item for item in os.environ.items() if item[0].startswith(_VARIABLES) and item[0] not in _WITHOUT_EFFECT
+    )
     yield setup, question, config
     yield list(_fields_of(source))
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from memfine_fx.errors import ChunkOutOfMemory
 from memfine_fx.kernels.adapter_tables import Adapter, AdapterForms, adapters_of, num_adapter_params, trained_adapters
 from memfine_fx.kernels.adapters import AdapterGradients, AdapterPass, LayerAdapters
 from memfine_fx.kernels.combine import combine
@@ -40,7 +39,7 @@ from memfine_fx.kernels.tables import (
 from memfine_fx.kernels.tiling import LayerTiles, target_of, tiles_for
 from memfine_fx.kernels.weight_gradient import TableGradients, weight_gradient
 from memfine_fx.kernels.windows import Window, most_rows, windows_of
-from memfine_fx.runtime.halving import is_allocation_failure
+from memfine_fx.runtime.halving import ChunkOutOfMemory, is_allocation_failure
 
 __all__ = ["Gradients", "LayerOptions", "layer_windows", "run_backward", "run_forward"]
 

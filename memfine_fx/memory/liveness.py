@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, cast
 
@@ -58,6 +58,8 @@ class Allocation:
         is_input: whether it exists before the run.
         saved_by: id of the region that saves it for backward, one row for each routed row; "" if none does.
         result_of: id of the region whose backward returns it, and its index among the results.
+        origin: the node or function that made it, or its fused kernel, as the code names them; "" where that is `name`.
+        label: what it is, in words, for reports; "" where nobody has said so.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Allocation:
     is_input: bool = False
     saved_by: str = ""
     result_of: tuple[str, int] | None = None
+    origin: str = field(default="", compare=False)
+    label: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -248,11 +252,15 @@ class GraphMemory:
         if not live:
             return Peak(0, 0, ())
         position = max(range(len(live)), key=live.__getitem__)
-        terms = [
-            (allocation.name, num_bytes)
-            for allocation, num_bytes in zip(self.allocations, self.bytes_at(sizes), strict=True)
-            if allocation.start <= position and (allocation.stop is None or position < allocation.stop)
-        ]
+        terms = []
+        of_labels: dict[str, int] = {}  # equal words are one term
+        for allocation, num_bytes in zip(self.allocations, self.bytes_at(sizes), strict=True):
+            if allocation.start <= position and (allocation.stop is None or position < allocation.stop):
+                if allocation.label:
+                    of_labels[allocation.label] = of_labels.get(allocation.label, 0) + num_bytes
+                else:
+                    terms.append((allocation.name, num_bytes))
+        terms += of_labels.items()
         terms += [(f"working set of {call.phase}", workspace(call)) for call in self.calls if call.position == position]
         terms.sort(key=lambda term: -term[1])
         return Peak(live[position], position, tuple(terms[:num_terms]))

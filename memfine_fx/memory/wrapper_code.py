@@ -12,6 +12,7 @@ A wrapper in another form (C++, partitions for CUDA graphs) is answered with Non
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ _PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _ROUNDINGS = {"math.floor": sympy.floor, "math.ceil": sympy.ceiling}
 _REDUCTIONS = ("sum", "prod", "amin", "amax", "any")
+_SOURCES = re.compile(r"# Topologically Sorted Source Nodes: \[([^]]+)\]")
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
 
 
@@ -66,7 +68,8 @@ def read_wrapper(source: str, graph: fx.Graph, inputs: CountedInputs | None = No
     inputs = inputs or CountedInputs()
     try:
         body = _call_body(ast.parse(source))
-        reader = _Reader(_bytes_of_ops(graph), _layouts_of_inputs(graph), inputs, rows_by_symbol(graph))
+        lines = source.splitlines()
+        reader = _Reader(lines, _bytes_of_ops(graph), _layouts_of_inputs(graph), inputs, rows_by_symbol(graph))
         for statement in _flatten(body):
             reader.read(statement)
         return reader.finish()
@@ -113,12 +116,13 @@ class _Layout:
 class _OpBytes:
     """One call of an op: its results, None for one that is no tensor, and what it needs while it runs.
 
-    `views` has for each result the place of the argument that it is a view of, or None.
+    `views` has for each result the place of the argument that it is a view of, or None; `node` is the graph's.
     """
 
     results: list[_Layout | None]
     scratch: sympy.Expr
     views: list[int | None]
+    node: str
 
 
 def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
@@ -132,10 +136,10 @@ def _bytes_of_ops(graph: fx.Graph) -> dict[str, list[_OpBytes]]:
         if node.target not in of_complex or node in complex_ones:
             results = [_layout_of(value) for value in _values(node)]
             if isinstance(node.target, OpOverload):
-                op_bytes = _OpBytes(results, scratch_bytes(node), viewed_arguments(node.target))
+                op_bytes = _OpBytes(results, scratch_bytes(node), viewed_arguments(node.target), node.name)
                 calls[f"torch.ops.{node.target}"].append(op_bytes)
             else:  # one that saves a random state, or runs another from such a state
-                op_bytes = _OpBytes(results, scratch_bytes(node), [None] * len(results))
+                op_bytes = _OpBytes(results, scratch_bytes(node), [None] * len(results), node.name)
                 calls[f"torch.ops.higher_order.{node.target}"].append(op_bytes)
     return calls
 
@@ -189,12 +193,13 @@ class _Reader:
 
     def __init__(
         self,
+        lines: Sequence[str],
         ops: dict[str, list[_OpBytes]],
         layouts: dict[str, _Layout],
         inputs: CountedInputs,
         rows: dict[sympy.Symbol, sympy.Expr],
     ) -> None:
-        self._rows = rows
+        self._lines, self._rows = lines, rows
         self._ops = {name: iter(calls) for name, calls in ops.items()}
         self._storages: list[_Storage] = []
         self._held: dict[str, list[_Storage]] = {}  # a name holds one storage, or all results of an op
@@ -216,11 +221,22 @@ class _Reader:
                     self._drop(target.id)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             self._multiply(statement.value)
+            self._record_origin(statement.value)
         self._position += 1
 
     def finish(self) -> GraphMemory:
         allocations = tuple(storage.allocation for storage in self._storages)
         return GraphMemory(allocations, tuple(self._calls), self._position)
+
+    def _record_origin(self, call: ast.Call) -> None:
+        """Record what made the buffers that a kernel is the first to get: the last node that it computes, or itself."""
+        comment = _SOURCES.search(self._lines[call.lineno - 2])
+        origin = comment[1].split(",")[-1].strip() if comment else ast.unparse(call.func).removesuffix(".run")
+        for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+            for part in ast.walk(argument):
+                for storage in self._held.get(part.id, []) if isinstance(part, ast.Name) else []:
+                    if not storage.allocation.origin and not storage.allocation.is_input:
+                        storage.allocation = replace(storage.allocation, origin=origin)
 
     def _assign(self, name: str, value: ast.expr) -> None:
         if isinstance(value, ast.Name):
@@ -257,7 +273,9 @@ class _Reader:
             label = function.removeprefix("torch.ops.")
             op = next(self._ops[function])
             viewed = self._viewed(call, op.views[0]) if len(op.views) == 1 else None
-            self._hold(name, [self._result(label, result) for result in op.results] if viewed is None else viewed)
+            if viewed is None:
+                viewed = [self._result(label, op.node, result) for result in op.results]
+            self._hold(name, viewed)
             self._lay(name, op.results[0] if len(op.results) == 1 else None)
             if function in _SAVING:
                 self._mark_saved(self._held[name][1:], _texts(call))
@@ -303,8 +321,9 @@ class _Reader:
         else:
             self._layouts[name] = layout
 
-    def _result(self, name: str, layout: _Layout | None) -> _Storage:
-        return self._new(name, sympy.Integer(0) if layout is None else layout.num_bytes, layout=layout)
+    def _result(self, name: str, node: str, layout: _Layout | None) -> _Storage:
+        num_bytes = sympy.Integer(0) if layout is None else layout.num_bytes
+        return self._new(name, num_bytes, layout=layout, origin=node)
 
     def _viewed(self, call: ast.Call, place: int | None) -> list[_Storage] | None:
         """The storage of the argument at a place, none for an input that does not count; None where there is no such.
@@ -330,9 +349,16 @@ class _Reader:
             storage.allocation = replace(storage.allocation, num_bytes=num_bytes, saved_by=texts[0])
 
     def _new(
-        self, name: str, num_bytes: sympy.Expr, *, is_input: bool = False, layout: _Layout | None = None
+        self,
+        name: str,
+        num_bytes: sympy.Expr,
+        *,
+        is_input: bool = False,
+        layout: _Layout | None = None,
+        origin: str = "",
     ) -> _Storage:
-        storage = _Storage(Allocation(name, num_bytes, self._position, None, is_input), layout=layout)
+        allocation = Allocation(name, num_bytes, self._position, None, is_input, origin=origin)
+        storage = _Storage(allocation, layout=layout)
         self._storages.append(storage)
         return storage
 

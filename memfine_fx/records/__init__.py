@@ -10,6 +10,8 @@ rows, R rows in a chunk.
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +31,7 @@ __all__ = [
     "SavePolicy",
     "SavingOp",
     "Where",
+    "short_place",
 ]
 
 ParamKind = Literal["expert", "each", "shared"]
@@ -68,7 +71,16 @@ class Where:
     source: str = ""
 
     def __str__(self) -> str:
-        return " ".join(part for part in (self.module, f"({self.source})" if self.source else "") if part) or "?"
+        place = f"({short_place(self.source)})" if self.source else ""
+        return " ".join(part for part in (self.module, place) if part) or "?"
+
+
+def short_place(place: str) -> str:
+    """Return "file:line" with the file relative to the current folder or to where Python found its package."""
+    folders = sorted((os.path.abspath(folder) for folder in ("", *sys.path)), key=len, reverse=True)
+    inside = (folder for folder in folders if place.startswith(os.path.join(folder, "")))
+    folder = next(inside, "")
+    return place[len(os.path.join(folder, "")) :] if folder else place
 
 
 @dataclass(frozen=True)

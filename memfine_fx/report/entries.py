@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from memfine_fx.errors import Reason
-from memfine_fx.records import ChunkPlan, RegionDims, Where
+from memfine_fx.records import ChunkPlan, RegionDims, Where, short_place
 from memfine_fx.records.heads import HeadDims, HeadPlan
 from memfine_fx.report.picture import RegionGraph
 from memfine_fx.runtime.loads import Imbalance, RoundStats
+from memfine_fx.units import readable_bytes
 
 if TYPE_CHECKING:  # sympy would be most of the package's import time
     import sympy
@@ -22,7 +23,7 @@ __all__ = ["HeadReport", "RegionReport", "StepReport"]
 
 
 def _refused(what: str, reason: str, node: str | None, hint: str, obstacle: str) -> str:
-    at = f" [node {node}{f' at {obstacle}' if obstacle else ''}]" if node else ""
+    at = f" [node {node}{f' at {short_place(obstacle)}' if obstacle else ''}]" if node else ""
     return f"refused  {what}: {reason}{at}" + f"\n           hint: {hint}"
 
 
@@ -118,7 +119,8 @@ class RegionReport:
         ran += f", {plan.policy} of {plan.num_saved_rows:,} rows saved" if plan.num_saved_rows else ""
         ran += f", {self.num_added} gradients added to where they were" if self.num_added else ""
         ran += f", imbalance {self.imbalance}" if self.imbalance else ""
-        return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
+        predicted = readable_bytes(plan.predicted_bytes)
+        return f"{line}; axis {plan.axis}, {size} a chunk{ran}, predicted {predicted}; {plan.reason}"
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,8 @@ class HeadReport:
             return f"{line}; plan chosen at the first step"
         ran = f", {self.num_chunks} chunks" if self.num_chunks else ""
         plan = self.plan
-        return (
-            f"{line}; {plan.tokens_per_chunk} tokens a chunk{ran}, predicted {plan.predicted_bytes:,} B; {plan.reason}"
-        )
+        predicted = readable_bytes(plan.predicted_bytes)
+        return f"{line}; {plan.tokens_per_chunk} tokens a chunk{ran}, predicted {predicted}; {plan.reason}"
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,6 @@ class StepReport:
     def lines(self) -> list[str]:
         terms = [*(term for term in self.static if term[1]), *self.peak.terms]
         terms.sort(key=lambda term: -term[1])
-        head = f"  predicted peak of the step: {self.predicted_peak_bytes:,} B, in its {self.peak.where}"
-        lines = [head, *(f"    {num_bytes:>16,} B  {name}" for name, num_bytes in terms)]
+        head = f"  predicted peak of the step: {readable_bytes(self.predicted_peak_bytes)}, in its {self.peak.where}"
+        lines = [head, *(f"    {readable_bytes(num_bytes):>10}  {name}" for name, num_bytes in terms)]
         return [*lines, *(f"  {words}" for words in (self.decision, self.budget) if words)]

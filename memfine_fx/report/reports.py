@@ -20,11 +20,13 @@ from memfine_fx.memory.timeline import Timeline
 from memfine_fx.records import Where
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
 from memfine_fx.report.picture import region_svg
+from memfine_fx.report.style import palette
+from memfine_fx.units import readable_bytes
 
 if TYPE_CHECKING:  # sympy would be most of the package's import time
     import sympy
 
-__all__ = ["Report", "by_reason", "first_step_line", "fragment", "page", "unchunked_layers"]
+__all__ = ["Report", "by_reason", "chunked_in_words", "first_step_line", "fragment", "page", "unchunked_layers"]
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,15 @@ class Report:
         if not self.regions:
             lines.append("  no routing decision (top-k, arg-max) with experts behind it was found")
         if self.predicted_bytes is not None:
-            lines.append(f"  largest predicted region working set: {self.predicted_bytes:,} B")
+            lines.append(f"  largest predicted region working set: {readable_bytes(self.predicted_bytes)}")
         if self.step is not None:
             lines += self.step.lines()
         if self.measured_peak_bytes is not None and self.predicted_peak_bytes is not None:
             error = self.predicted_peak_bytes / self.measured_peak_bytes - 1
-            lines.append(f"  measured peak of the step: {self.measured_peak_bytes:,} B; prediction off by {error:+.1%}")
+            measured = readable_bytes(self.measured_peak_bytes)
+            lines.append(f"  measured peak of the step: {measured}; prediction off by {error:+.1%}")
         if self.measured_bytes is not None:
-            lines.append(f"  measured peak of the step beyond its start: {self.measured_bytes:,} B")
+            lines.append(f"  measured peak of the step beyond its start: {readable_bytes(self.measured_bytes)}")
         return "\n".join(lines)
 
     def _comparison(self) -> list[str]:
@@ -197,24 +200,30 @@ def _jsonable(value: Any) -> str:
     return str(value)
 
 
-MIB = 2**20
 _WIDTH, _HEIGHT = 800, 200
 _MAX_POINTS = 2000
-_COLOURS = {"forward": "#7aa6d8", "backward": "#d8a57a"}
-_STYLE = """
-.memfine{font:14px/1.45 system-ui,sans-serif;color:#222;background:#fff;max-width:60rem;padding:.5rem}
+_STYLE = (
+    palette(".memfine")
+    + """
+.memfine{font:14px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;padding:.5rem}
 .memfine h3{font-size:1rem;margin:1rem 0 .3rem}
 .memfine .wide{overflow-x:auto}
 .memfine table{border-collapse:collapse;width:100%}
-.memfine th,.memfine td{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0;border-bottom:1px solid #e3e3e3}
+.memfine th,.memfine td{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0}
+.memfine th,.memfine td{border-bottom:1px solid var(--line)}
 .memfine td{overflow-wrap:break-word}
 @media(max-width:40rem){.memfine td{overflow-wrap:anywhere}}
 .memfine .number{text-align:right;white-space:nowrap}
-.memfine .chunked{color:#1a6b2f;white-space:nowrap}
-.memfine .refused{color:#a32020;white-space:nowrap}
-.memfine .bar{background:#7aa6d8;height:.6rem;min-width:1px}
-.memfine svg{width:100%;height:auto}
+.memfine .chunked{color:var(--good);white-space:nowrap}
+.memfine .refused{color:var(--bad);white-space:nowrap}
+.memfine .bar{background:var(--forward);height:.6rem;min-width:1px}
+.memfine svg{display:block;width:100%;height:12rem;border:solid var(--line);border-width:1px 0}
+.memfine .axis,.memfine .legend{display:flex;justify-content:space-between;font-size:.85rem}
+.memfine .legend{justify-content:flex-start;flex-wrap:wrap;gap:.2rem 1rem;margin-top:.3rem}
+.memfine .legend i{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem;opacity:.5}
+.memfine .legend i.live{height:2px;vertical-align:middle;opacity:1;background:var(--ink)}
 """
+)
 
 
 def page(report: Report) -> str:
@@ -250,7 +259,7 @@ def _headline(report: Report) -> str:
     line = report.counted
     for what, num_bytes in (("predicted", report.predicted_peak_bytes), ("measured", report.measured_peak_bytes)):
         if num_bytes is not None:
-            line += f", {_mib(num_bytes)} MiB {what}"
+            line += f", {readable_bytes(num_bytes)} {what}"
     return f"<p><strong>memfine_fx</strong>: {line}</p>"
 
 
@@ -282,7 +291,7 @@ def _ran(one: RegionReport | HeadReport) -> str:
     rows = getattr(plan, "rows_per_chunk", None)
     size = f"{plan.tokens_per_chunk} tokens" if plan.tokens_per_chunk else f"{rows} rows"
     chunks = f", {one.num_chunks} chunks" if one.num_chunks else ""
-    return f"{size} a chunk{chunks}, {_mib(plan.predicted_bytes)} MiB predicted"
+    return f"{size} a chunk{chunks}, {readable_bytes(plan.predicted_bytes)} predicted"
 
 
 def _step(step: StepReport) -> str:
@@ -291,7 +300,7 @@ def _step(step: StepReport) -> str:
     rows = (
         (
             _cell(name),
-            f'<td class="number">{_mib(num_bytes)} MiB</td>',
+            f'<td class="number">{readable_bytes(num_bytes)}</td>',
             f'<td style="width:40%"><div class="bar" style="width:{100 * num_bytes / largest:.1f}%"></div></td>',
         )
         for name, num_bytes in terms
@@ -306,17 +315,26 @@ def _timeline(timeline: Timeline) -> str:
     stretches = "".join(
         f'<rect x="{_WIDTH * span.begin_us / last:.1f}" y="0" height="{_HEIGHT}" '
         f'width="{_WIDTH * (span.end_us - span.begin_us) / last:.1f}" fill-opacity="0.3" '
-        f'fill="{_COLOURS.get(span.name.partition(" ")[0], "#888888")}"><title>{escape(span.name)}</title></rect>'
+        f'fill="var(--{span.name.partition(" ")[0]},#888888)"><title>{escape(span.name)}</title></rect>'
         for span in timeline.spans
     )
     drawn = [(_WIDTH * time / last, _HEIGHT * (1 - max(0, live) / most)) for time, live in _highest(timeline)]
     corners = [(after[0], before[1]) for before, after in pairwise(drawn)]
     steps = [point for both in zip(drawn, [*corners, drawn[-1]], strict=True) for point in both]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
+    kinds = dict.fromkeys(span.name.partition(" ")[0] for span in timeline.spans)
+    legend = "".join(
+        f'<span><i style="background:var(--{kind},#888888)"></i>chunked region, {escape(kind)}</span>' for kind in kinds
+    )
+    # Text stands beside the drawing, which a narrow screen shrinks.
     return (
-        f"<h3>The measured step: at most {_mib(most)} MiB beyond its start, {last / 1e3:.1f} ms while traced</h3>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="live memory over the step">{stretches}'
-        f'<polyline points="{points}" fill="none" stroke="#222222" stroke-width="1.2"/></svg>'
+        f"<h3>The measured step: at most {readable_bytes(most)} beyond its start, {last / 1e3:.1f} ms while traced</h3>"
+        f'<div class="axis"><span>{readable_bytes(most)}</span></div>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="live memory over the step">{stretches}<polyline points="{points}" fill="none" '
+        'stroke="var(--ink)" stroke-width="1.2" vector-effect="non-scaling-stroke"/></svg>'
+        f'<div class="axis"><span>0 B at 0 ms</span><span>time in the step</span><span>{last / 1e3:.1f} ms</span></div>'
+        f'<div class="legend"><span><i class="live"></i>live bytes beyond the start of the step</span>{legend}</div>'
     )
 
 
@@ -337,10 +355,6 @@ def _cell(text: str) -> str:
     return f"<td>{escape(text)}</td>"
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:,.1f}"
-
-
 def first_step_line(report: Report, budget: object = None) -> str:
     """Return one line: layers chunked of layers found, the predicted peak of the step, the budget.
 
@@ -348,11 +362,16 @@ def first_step_line(report: Report, budget: object = None) -> str:
         report: of the model, after its first step.
         budget: as the user gave it: bytes, text such as "20GiB", or None.
     """
-    num_chunked, num_left = len(_chunked_layers(report)), len(unchunked_layers(report))
-    line = f"{num_chunked} of {num_chunked + num_left} MoE layers chunked"
+    line = chunked_in_words(report)
     if report.predicted_peak_bytes is not None:
-        line += f", {_readable(report.predicted_peak_bytes)} predicted"
+        line += f", {readable_bytes(report.predicted_peak_bytes)} predicted"
     return line + f", budget {_readable_budget(budget)}"
+
+
+def chunked_in_words(report: Report) -> str:
+    """Return how many layers of those that were found are chunked."""
+    num_chunked, num_left = len(_chunked_layers(report)), len(unchunked_layers(report))
+    return f"{num_chunked} of {num_chunked + num_left} MoE layers chunked"
 
 
 def unchunked_layers(report: Report) -> list[RegionReport]:
@@ -382,13 +401,4 @@ def _layer_of(region: RegionReport) -> object:
 def _readable_budget(budget: object) -> str:
     if budget is None:
         return "automatic"
-    return _readable(budget) if isinstance(budget, int) else str(budget)
-
-
-def _readable(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    return readable_bytes(budget) if isinstance(budget, int) else str(budget)

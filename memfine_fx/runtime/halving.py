@@ -22,14 +22,35 @@ from typing import TypeVar
 
 import torch
 
-from memfine_fx.errors import ChunkOutOfMemory
+from memfine_fx.errors import MemfineError
 from memfine_fx.runtime.schedule import Chunk, split_chunk
+from memfine_fx.units import readable_bytes
 
-__all__ = ["Progress", "is_allocation_failure", "run_chunks", "run_halved"]
+__all__ = ["ChunkOutOfMemory", "Progress", "is_allocation_failure", "run_chunks", "run_halved"]
 
 ResultT = TypeVar("ResultT")
 _ALLOCATION_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 """What torch says in a plain RuntimeError when memory could not be had; on CUDA it has a class of its own."""
+
+
+class ChunkOutOfMemory(MemfineError, torch.OutOfMemoryError):
+    """Memory ran out in a chunk of a single row; what handles `torch.OutOfMemoryError` handles this.
+
+    Args:
+        terms: (name, bytes) of what one row needs beyond what is already alive.
+        cause: what the allocator said.
+    """
+
+    def __init__(self, terms: Sequence[tuple[str, int]], cause: str) -> None:
+        self.terms = tuple(sorted(terms, key=lambda term: -term[1]))
+        self.needed_bytes = sum(num_bytes for _, num_bytes in self.terms)
+        self.cause = cause
+        listed = ", ".join(f"{name} {readable_bytes(num_bytes)}" for name, num_bytes in self.terms)
+        super().__init__(
+            f"out of memory in a chunk of a single row, after halving its rows down to that: one row needs about "
+            f"{readable_bytes(self.needed_bytes)} ({listed}). Free memory outside the experts: make the batch or "
+            f"sequence smaller, or checkpoint the layers. The allocator said: {cause}"
+        )
 
 
 @dataclass

@@ -5,13 +5,13 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from memfine_fx import cli
+from memfine_fx import cli, flags
 
 PLANNERS = {entry.name: entry for entry in entry_points(group="memfine_fx.planners")}
 
 
 def test_the_command_line_names_the_planners_of_the_package() -> None:
-    assert PLANNERS.keys() == cli._PLANNERS.keys()
+    assert PLANNERS.keys() == flags.PLANNERS.keys()
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -20,6 +20,18 @@ def test_every_planner_adds_a_parser_of_its_name(name: str) -> None:
     parser = module.add_parser(argparse.ArgumentParser(prog="memfine plan").add_subparsers())
     assert parser.prog == f"memfine plan {name}"
     assert callable(module.run)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_flag_of_a_planner_has_a_default_and_an_example(name: str) -> None:
+    parser = PLANNERS[name].load().add_parser(argparse.ArgumentParser(prog="memfine plan").add_subparsers())
+    for action in parser._actions:
+        if action.dest != "help":
+            wanted = (
+                ["e.g. --"] if action.required else ["(default: "] if action.nargs == 0 else ["(default: ", "e.g. --"]
+            )
+            assert all(word in (action.help or "") for word in wanted), action.option_strings
+    assert "default: None" not in parser.format_help()
 
 
 def test_a_planner_runs_and_its_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,8 +30,11 @@ from memfine_fx.memory.head_bytes import HeadBytes, HeadMemory
 from memfine_fx.memory.liveness import Allocation, Call, GraphMemory
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.plan.rows import LEAST_TOKENS, knee_tokens
+from memfine_fx.report.style import palette
+from memfine_fx.units import readable_bytes
 from tests.fitting.test_fit import config_of
 
+NODE = shutil.which("node")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 TOKENS, LENGTH = (sympy.Symbol(name, integer=True, positive=True) for name in ("s27", "s53"))
 OPERATIONS: dict[str, Any] = {
@@ -146,6 +149,24 @@ class Whole(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._is_data = False
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_the_page_writes_bytes_as_texts_do() -> None:
+    sizes = [0, 900, 1024, 10_700, 2_786_552, 1023 << 20, 80 << 30, 37_190_743, 3 << 40]
+    script = Path("memfine_fx/fitting/page.js").read_text(encoding="utf-8")
+    cut = script[script.index("const UNITS") : script.index("const grouped")]
+    command = [str(NODE), "-e", f"{cut}; console.log(JSON.stringify({sizes}.map(readable)))"]
+    written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(written) == [readable_bytes(size) for size in sizes]
+
+
+def test_the_page_has_no_colour_of_one_scheme_only() -> None:
+    style = Path("memfine_fx/fitting/page.html").read_text(encoding="utf-8").partition("</style>")[0]
+    assert "$palette" in style and set(re.findall(r"var\((--\w+)", style)) <= set(
+        re.findall(r"--\w+", palette(":root"))
+    )
+    assert re.findall(r"[;{](?:color|background|fill|stroke|border[-\w]*):[^;}]*#\w+", style) == []
 
 
 def test_the_file_needs_nothing_beside_it() -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
 from memfine_fx.cli import main
 from memfine_fx.fitting.analysis import StepTotal
-from memfine_fx.fitting.progress import shown_stages, silenced_packages, stages
 from memfine_fx.fitting.report import FitReport
 from memfine_fx.fitting.setup import Setup
 from tests.fitting.test_fit import config_of
@@ -52,37 +49,10 @@ def test_bytes_that_are_none_are_named_as_they_were_written(
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["fit", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for said in ("tokens of each sequence (default: 4096)", "of parameters (default: bf16)", "(default: cuda)"):
-        assert said in shown
-    assert "(default: None)" not in shown and "(default: False)" not in shown
-
-
-def test_the_first_line_comes_before_torch(tmp_path: Path) -> None:
-    source = """
-import sys
-from memfine_fx.cli import main
-class Watched:
-    def write(self, text):
-        if "loading torch" in text:
-            print(sorted({"torch", "transformers", "sympy"} & set(sys.modules)))
-    def flush(self):
-        pass
-sys.stderr = Watched()
-main(["fit", sys.argv[1], "--memory", "80GiB"])
-"""
-    command = [sys.executable, "-c", source, str(tmp_path / "no.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.splitlines()[0] == "[]"
-
-
 @pytest.mark.campaign
 def test_stages_go_to_stderr_and_nothing_of_other_packages(tmp_path: Path) -> None:
     config_of(num_hidden_layers=1).save_pretrained(tmp_path)
-    environment = dict(os.environ, MEMFINE_CACHE=str(tmp_path / "cache"))
+    environment = dict(os.environ, MEMFINE_CACHE=str(tmp_path / "cache"), MEMFINE_QUIET="0")
     environment.pop("KINETO_LOG_LEVEL", None)
     command = [sys.executable, "-m", "memfine_fx.cli", "fit", str(tmp_path), "--seq", "64", "--device", "cpu"]
     shown, quiet = (
@@ -95,27 +65,6 @@ def test_stages_go_to_stderr_and_nothing_of_other_packages(tmp_path: Path) -> No
     assert places == sorted(places)
     assert "smallest budget" in shown.stdout
     assert quiet.stderr == "" and json.loads(quiet.stdout)["least"]
-
-
-def test_stages_are_logged_and_only_shown_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    stages.info("not shown")
-    with shown_stages():
-        stages.info("shown %d", 1)
-    stages.info("not shown")
-    assert "not" not in (shown := capsys.readouterr().err) and shown.endswith(" s] shown 1\n")
-    assert not stages.handlers
-
-
-def test_other_packages_are_silent_and_ours_are_not() -> None:
-    pytest.importorskip("transformers")
-    level, before = logging.getLogger("transformers").level, dict(os.environ)
-    with warnings.catch_warnings(record=True) as caught, silenced_packages():
-        warnings.warn("of another package", UserWarning, stacklevel=1)
-        warnings.warn("memfine_fx found nothing to chunk", UserWarning, stacklevel=1)
-        assert not logging.getLogger("transformers.models").isEnabledFor(logging.WARNING)
-        assert logging.getLogger("torch").isEnabledFor(logging.ERROR)
-    assert [str(warning.message) for warning in caught] == ["memfine_fx found nothing to chunk"]
-    assert logging.getLogger("transformers").level == level and dict(os.environ) == before
 
 
 @pytest.mark.parametrize(

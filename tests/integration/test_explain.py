@@ -115,7 +115,7 @@ def test_the_shell_plans_by_the_paper(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_shell_names_sizes_that_are_no_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--top-k", "9"]) == 2
-    assert "top_k=9 exceeds num_experts=8" in capsys.readouterr().err
+    assert "--top-k 9 exceeds --experts 8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import memfine_fx
-from memfine_fx.errors import ChunkOutOfMemory
 from memfine_fx.models import MixtralConfig, MixtralMoE
+from memfine_fx.runtime.halving import ChunkOutOfMemory
 from tests.helpers import largest_error
 from tests.runtime.injection import injecting
 

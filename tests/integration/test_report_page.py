@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -68,6 +69,20 @@ def test_layers_refusals_bytes_and_the_measured_step_are_on_the_page(tmp_path: P
     assert f"hint: {refused.hint}" in found.text
     assert report.step is not None and all(name in found.text for name, size in report.step.peak.terms if size > 0)
     assert {"svg", "polyline", "rect"} <= set(found.tags)
+
+
+def test_the_step_has_axes_with_units_and_a_legend_in_light_and_dark() -> None:
+    report = explained()
+    html = page(report)
+    text = read(html).text
+    assert report.timeline is not None
+    assert "0 B at 0 ms" in text and f"{report.timeline.times_us[-1] / 1e3:.1f} ms" in text
+    assert "live bytes beyond the start of the step" in text
+    assert "chunked region, forward" in text and "chunked region, backward" in text
+    assert "@media(prefers-color-scheme:dark)" in html
+    assert re.search(r"(?<!--)\b(?:fill|stroke|color|background)[:=]\"?#(?!888888)", html) is None, (
+        "a colour of one scheme"
+    )
 
 
 def test_what_a_model_is_called_is_no_markup() -> None:

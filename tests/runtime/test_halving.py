@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memfine_fx.errors import ChunkOutOfMemory, MemfineError
+from memfine_fx.errors import MemfineError
 from memfine_fx.records import ChunkPlan, ParamKind, SavePolicy
-from memfine_fx.runtime.halving import Progress, is_allocation_failure, run_chunks
+from memfine_fx.runtime.halving import ChunkOutOfMemory, Progress, is_allocation_failure, run_chunks
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.routing import Routed, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memfine_fx.flags import add_flag
 from memfine_planner.serving.choice import Fleet, Option, make_fleet
 from memfine_planner.serving.hardware import accelerators, architecture
 from memfine_planner.serving.model import Model, handover_s
@@ -29,13 +30,17 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
         description="The cheapest instances for prefill and for decode, of any vendors in a pool, that keep the "
         "targets for time to first token and between tokens at a request rate.",
     )
-    parser.add_argument("--request", type=Path, default=_EXAMPLE, help="YAML or JSON; an example is built in")
-    parser.add_argument("--rate", type=float, help="requests per second instead of the file's")
-    parser.add_argument(
-        "--accelerators", type=Path, help="YAML or JSON of further devices, as hardware/data/vendors.yaml"
-    )
-    parser.add_argument("--check", action="store_true", help="compare the model with published ratios instead")
-    parser.add_argument("--json", action="store_true")
+    add_flag(
+        parser, "--request", type=Path, default=_EXAMPLE, help="what is served, YAML or JSON", example="request.yaml",
+        without="an example that is built in",
+    )  # fmt: skip
+    add_flag(parser, "--rate", type=float, help="requests per second", example="20", without="the file's")
+    add_flag(
+        parser, "--accelerators", type=Path, help="YAML or JSON of further devices, as hardware/data/vendors.yaml",
+        example="devices.yaml", without="none",
+    )  # fmt: skip
+    add_flag(parser, "--check", action="store_true", help="compare the model with published ratios instead")
+    add_flag(parser, "--json", action="store_true", help="the fleet as JSON")
     parser.set_defaults(run=run)
     return parser
 

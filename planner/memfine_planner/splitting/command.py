@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.flags import add_flag
 from memfine_planner.splitting.baselines import all_local, all_offloaded, equal_share, exhaustive, random_cuts
 from memfine_planner.splitting.graph import Cut, Traced, find_cuts, load_model, trace
 from memfine_planner.splitting.latency import Device, Fleet, Offers, load_fleet, offers, seconds
@@ -37,12 +38,19 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
         "prices, so that the slowest device's round is shortest. Beside it: a proven bound, the optimum "
         "of small fleets, and plain ways.",
     )
-    parser.add_argument("--model", required=True, help="path/to/file.py:factory, which returns (module, example batch)")
-    parser.add_argument("--fleet", type=Path, required=True, help="YAML or JSON, such as examples/split_fleet.yaml")
-    parser.add_argument(
-        "--attack", type=Path, metavar="SAMPLES.pt", help="measure every cut's leakage by rebuilding these inputs"
-    )
-    parser.add_argument("--json", action="store_true")
+    add_flag(
+        parser, "--model", required=True, help="path/to/file.py:factory, which returns (module, example batch)",
+        example="models.py:tiny",
+    )  # fmt: skip
+    add_flag(
+        parser, "--fleet", type=Path, required=True, help="devices and server, YAML or JSON",
+        example="examples/split_fleet.yaml",
+    )  # fmt: skip
+    add_flag(
+        parser, "--attack", type=Path, metavar="SAMPLES.pt", example="samples.pt", without="the fleet file says it",
+        help="measure every cut's leakage by rebuilding these inputs",
+    )  # fmt: skip
+    add_flag(parser, "--json", action="store_true", help="the plan as JSON")
     parser.set_defaults(run=run)
     return parser
 

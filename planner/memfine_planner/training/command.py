@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memfine_fx.errors import ConfigError
+from memfine_fx.flags import add_flag
 from memfine_planner.costs.architectures import Architecture
 from memfine_planner.costs.model_configs import architecture
 from memfine_planner.costs.strategy import PRECISIONS, Strategy, StrategyError, check, with_fields
@@ -34,7 +35,19 @@ from memfine_planner.training.validation import check_runs, runs_table
 __all__ = ["add_parser", "run"]
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_FIXED = ("tp", "pp", "vp", "cp", "ep", "zero", "micro_batch", "chunks", "rows_per_round", "offload_layers")
+_FIXED = {
+    "tp": ("tensor parallel size", 8),
+    "pp": ("pipeline parallel size", 4),
+    "vp": ("interleaved chunks of a pipeline rank", 2),
+    "cp": ("context parallel size", 2),
+    "ep": ("expert parallel size", 8),
+    "zero": ("what data parallel ranks shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too", 3),
+    "micro_batch": ("sequences of a micro-batch", 2),
+    "chunks": ("token chunks of the experts", 4),
+    "rows_per_round": ("the most rows that a rank receives at once; 0 for no bound", 65536),
+    "offload_layers": ("layers whose saved activations go to host memory", 4),
+}
+"""Fields of a strategy with a flag each: what they mean, and an example."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,68 +96,110 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "memory on a bad iteration, how fast, and how much of it survives failures. Free sizes are searched; fixing "
         "--tp, --pp and (MoE) --ep evaluates that strategy alone.",
     )
-    parser.add_argument("--model", help="built-in name, transformers model type or config .json")
-    parser.add_argument("--gpus", type=int)
-    parser.add_argument("--system", default="H100", help=f"{', '.join(builtin_systems())}, or a .yaml/.json file")
-    parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence (default 4096)")
-    parser.add_argument("--global-batch", type=int, help="sequences per step (default 8 per GPU)")
-    parser.add_argument("--precision", default="BF16", choices=sorted(PRECISIONS))
-    for name in _FIXED:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--recompute", choices=("none", "selective", "full", "experts"))
-    parser.add_argument("--routing", choices=ROUTINGS, default="table", help="of a MoE model (default: the paper's)")
-    parser.add_argument("--zipf-alpha", type=float, default=0.8)
-    parser.add_argument("--bad-share", type=float, default=0.16, help="bad iterations of the table routing")
-    parser.add_argument("--percentile", type=float, default=99.9, help="of iterations that must fit in memory")
-    parser.add_argument("--tokens", type=float, default=15.0, help="trillions of tokens to train on (default 15)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help=f"any other field of the strategy, such as overlap_tp=false: {', '.join(_settable())}",
+    add_flag(
+        parser, "--model", help="built-in name, transformers model type or config .json", example="llama3_8b",
+        without="needed, but with --runs or --history",
+    )  # fmt: skip
+    add_flag(parser, "--gpus", type=int, help="GPUs of the cluster", example="1024", without="needed with --model")
+    add_flag(
+        parser,
+        "--system",
+        default="H100",
+        help=f"{', '.join(builtin_systems())}, or a .yaml/.json file",
+        example="H200",
     )
-    parser.add_argument("--runs", type=Path, help="predict the published runs of this file instead")
+    add_flag(parser, "--seq", type=int, default=4096, help="tokens per sequence", example="8192")
+    add_flag(parser, "--global-batch", type=int, help="sequences per step", example="2048", without="8 per GPU")
+    add_flag(
+        parser, "--precision", default="BF16", choices=sorted(PRECISIONS), help="of the matrix products", example="FP8"
+    )
+    for name, (meaning, example) in _FIXED.items():
+        flag = f"--{name.replace('_', '-')}"
+        add_flag(parser, flag, type=int, help=meaning, example=str(example), without="searched")
+    add_flag(
+        parser, "--recompute", choices=("none", "selective", "full", "experts"), help="what backward computes again",
+        example="experts", without="searched",
+    )  # fmt: skip
+    add_flag(
+        parser, "--routing", choices=ROUTINGS, default="table", help="of a MoE model; table is the paper's",
+        example=ROUTINGS[-1],
+    )  # fmt: skip
+    add_flag(parser, "--zipf-alpha", type=float, default=0.8, help="how uneven the routing zipf is", example="1.2")
+    add_flag(parser, "--bad-share", type=float, default=0.16, help="bad iterations of the table routing", example="0.3")
+    add_flag(
+        parser, "--percentile", type=float, default=99.9, help="of iterations that must fit in memory", example="99"
+    )
+    add_flag(parser, "--tokens", type=float, default=15.0, help="trillions of tokens to train on", example="2.5")
+    add_flag(
+        parser, "--set", action="append", default=[], metavar="FIELD=VALUE", example="overlap_tp=false",
+        help=f"any other field of the strategy: {', '.join(_settable())}", without="the strategy's own defaults",
+    )  # fmt: skip
+    add_flag(
+        parser, "--runs", type=Path, metavar="FILE", help="predict the published runs of this file instead",
+        example="runs.json", without="plan for --model",
+    )  # fmt: skip
     _add_failures(parser)
     _add_output(parser)
     return parser
 
 
 def _add_failures(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--failure-rate", type=float, help="per GPU and hour (default that of arXiv 2407.21783)")
-    parser.add_argument("--restart", type=float, help="s until the job is back (default 420, or the history's)")
-    parser.add_argument("--detection", type=float, help="s until a failure is noticed (default 120, or the history's)")
-    parser.add_argument("--spares", type=int, help="spare nodes (default 2%% of the nodes, or what the history asks)")
-    parser.add_argument(
-        "--history",
-        metavar="FILE",
+    add_flag(
+        parser,
+        "--failure-rate",
+        type=float,
+        help="per GPU and hour",
+        example="2e-5",
+        without="that of arXiv 2407.21783",
+    )
+    add_flag(
+        parser, "--restart", type=float, help="s until the job is back", example="600",
+        without="420, or the history's",
+    )  # fmt: skip
+    add_flag(
+        parser, "--detection", type=float, help="s until a failure is noticed", example="60",
+        without="120, or the history's",
+    )  # fmt: skip
+    add_flag(
+        parser, "--spares", type=int, help="spare nodes", example="8",
+        without="2% of the nodes, or what the history asks",
+    )  # fmt: skip
+    add_flag(
+        parser, "--history", metavar="FILE", example="interruptions.csv", without="none",
         help="a log of interruptions (.csv or .json: time, node, component, downtime, cause) that the failures are "
         f"read from, or a published one: {', '.join(published_histories())}; alone, it is only assessed",
-    )
-    parser.add_argument("--history-nodes", type=int, help="nodes of the logged cluster, failed or not")
-    parser.add_argument("--history-days", type=float, help="days that the log observed")
-    parser.add_argument("--checkpoint", choices=("asynchronous", "blocking"), default="asynchronous")
+    )  # fmt: skip
+    add_flag(
+        parser, "--history-nodes", type=int, help="nodes of the logged cluster, failed or not", example="512",
+        without="the log's",
+    )  # fmt: skip
+    add_flag(parser, "--history-days", type=float, help="days that the log observed", example="54", without="the log's")
+    add_flag(
+        parser, "--checkpoint", choices=("asynchronous", "blocking"), default="asynchronous",
+        help="how checkpoints are written", example="blocking",
+    )  # fmt: skip
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sweep",
-        nargs="+",
-        default=[],
-        metavar="FACTOR=VALUES",
-        help="what matters: tables and figures over factors, one at a time, such as gpus=64:16384 seq=4096:65536:5 "
-        f"ep=1,8,64; factors: {', '.join(FACTORS)}",
-    )
-    parser.add_argument(
-        "--cost",
-        choices=("base", "optimised", "faults"),
-        default="faults",
+    add_flag(
+        parser, "--sweep", nargs="+", default=[], metavar="FACTOR=VALUES", without="no sweep",
+        example="gpus=64:16384 seq=4096:65536:5 ep=1,8,64",
+        help=f"what matters: tables and figures over factors, one at a time; factors: {', '.join(FACTORS)}",
+    )  # fmt: skip
+    add_flag(
+        parser, "--cost", choices=("base", "optimised", "faults"), default="faults", example="base",
         help="the cost model's layer to print: every term alone; with overlap and host; with failures and all else",
-    )
-    parser.add_argument("--layers", action="store_true", help="print every term of every kind of layer")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--html", type=Path, help="write the report with figures")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the figures as SVG files")
+    )  # fmt: skip
+    add_flag(parser, "--layers", action="store_true", help="print every term of every kind of layer")
+    add_flag(parser, "--json", action="store_true", help="the plan as JSON")
+    add_flag(
+        parser, "--html", type=Path, metavar="FILE", help="write the report with figures", example="plan.html",
+        without="no page",
+    )  # fmt: skip
+    add_flag(
+        parser, "--figures", type=Path, metavar="FOLDER", help="write the figures as SVG files", example="figures",
+        without="no figures",
+    )  # fmt: skip
 
 
 def _request(options: argparse.Namespace, reliability: Reliability | None) -> Request:

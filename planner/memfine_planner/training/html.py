@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 
+from memfine_fx.report.style import palette
 from memfine_planner.files import write_text
 from memfine_planner.training.figures import figures
 from memfine_planner.training.plan import Plan
@@ -20,10 +21,11 @@ from memfine_planner.training.tuner import Candidate
 
 __all__ = ["write_html"]
 
-_STYLE = """
-:root{--ink:#16242c;--soft:#5a6b75;--line:#dfe5e9;--tint:#f4f7f8;--accent:#2a7f9e;--warn:#c2553a}
+_STYLE = (
+    palette(":root")
+    + """
 *{box-sizing:border-box}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);margin:0;background:#fff}
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);margin:0;background:var(--paper)}
 main{max-width:72rem;margin:0 auto;padding:1.5rem 1rem 3rem}
 h1{font-size:1.6rem;line-height:1.25;margin:0}
 h2{font-size:1.2rem;margin:2.2rem 0 .4rem;border-bottom:2px solid var(--line);padding-bottom:.3rem}
@@ -32,19 +34,19 @@ p.sub{color:var(--soft);margin:.3rem 0 0;overflow-wrap:anywhere}
 ul{padding-left:1.2rem}
 li{overflow-wrap:anywhere;margin:.3rem 0}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.7rem;margin:1.2rem 0}
-.card{background:var(--tint);border-left:4px solid var(--accent);padding:.6rem .8rem;border-radius:4px}
-.card.warn{border-color:var(--warn)}
+.card{background:var(--back);border-left:4px solid var(--accent);padding:.6rem .8rem;border-radius:4px}
+.card.warn{border-color:var(--bad)}
 .card b{display:block;font-size:1.35rem;line-height:1.2}
 .card span{color:var(--soft);font-size:.85rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(26rem,100%),1fr));gap:1.2rem;margin-top:.8rem}
-figure{margin:0;min-width:0}
+figure{margin:0;min-width:0;background:#fff;color:#1d2733;border-radius:4px}
 svg{width:100%;height:auto;display:block}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{text-align:right;padding:.35rem .6rem;border-bottom:1px solid var(--line);white-space:nowrap}
 th:last-child,td:last-child{text-align:left}
-tr.best td{font-weight:600;background:var(--tint)}
-pre{background:var(--tint);padding:.8rem;overflow-x:auto;font-size:.8rem;line-height:1.45;border-radius:4px}
+tr.best td{font-weight:600;background:var(--back)}
+pre{background:var(--back);padding:.8rem;overflow-x:auto;font-size:.8rem;line-height:1.45;border-radius:4px}
 pre.lines{white-space:pre-wrap;overflow-wrap:anywhere}
 summary{cursor:pointer;color:var(--accent);padding:.4rem 0}
 @media(max-width:700px){main{padding:1rem .8rem 2rem}h1{font-size:1.25rem}.card b{font-size:1.1rem}
@@ -52,6 +54,7 @@ summary{cursor:pointer;color:var(--accent);padding:.4rem 0}
 th,td{padding:.3rem .2rem;font-size:.72rem}td:last-child{white-space:normal;overflow-wrap:anywhere;font-size:.64rem}}
 @media print{details{display:none}}
 """
+)
 _SECTIONS = (
     ("What could be had", "Strategies that none beats in speed, memory and goodput together.", ("Speed against",)),
     (

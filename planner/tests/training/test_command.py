@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfine_fx.cli import main
+from memfine_fx.report.style import palette
 
 FITS = "--model llama3_8b --gpus 8 --tp 1 --pp 1 --zero 3 --recompute full"
 FIXED = "plan training --model qwen3_30b_a3b --gpus 16 --tp 1 --pp 2 --ep 8 --global-batch 64".split()
@@ -30,6 +31,7 @@ def test_free_sizes_are_searched_and_the_page_has_figures(tmp_path: Path, capsys
     pytest.importorskip("matplotlib")
     page = tmp_path / "plan.html"
     assert main(["plan", "training", "--model", "llama3_8b", "--gpus", "8", "--html", str(page)]) == 0
+    assert palette(":root") in page.read_text(encoding="utf-8")
     assert "Pareto front" in capsys.readouterr().out
     written = page.read_text()
     for title in ("Speed against headroom", "Where a step goes", "Memory by pipeline rank", "Where the time of a run"):

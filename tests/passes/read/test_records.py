@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from memfine_fx import Config
 from memfine_fx.errors import CannotChunk
 from memfine_fx.models import DeepseekConfig, DeepseekMoE
 from memfine_fx.passes.ops import target_name
-from memfine_fx.records import RegionDims
+from memfine_fx.records import RegionDims, Where
 from tests.helpers import (
     HIDDEN,
     NUM_EXPERTS,
@@ -368,3 +369,11 @@ def test_rows_are_added_to_zeros_of_any_spelling(make_zeros: Callable[[Tensor], 
             return zeros.index_add_(0, tokens, out) if is_in_place else zeros.index_add(0, tokens, out)
 
     assert raised(Combines()).family == "grouped"
+
+
+def test_places_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    assert str(Where("layers.0", f"{tmp_path}/train.py:3")) == "layers.0 (train.py:3)"
+    assert str(Where("", f"{tmp_path}/lib/transformers/moe.py:3")) == "(transformers/moe.py:3)"
+    assert str(Where("", "/elsewhere/moe.py:3")) == "(/elsewhere/moe.py:3)"
