@@ -181,33 +181,44 @@ def _active_autocasts() -> list[str]:
 
 
 def _prepared(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments: Sequence[Tensor]) -> _Kind:
-    session, name, where = _session(), type_before_parametrizations(experts).__name__, Where(source=_place_of(experts))
-    reason = _why_not(tensors)
-    if not reason:
-        graph_module, inputs, constants = _traced(experts, tensors, arguments)
-        graph = copied_module(graph_module).graph
-        run = _outside_autocast(functools.partial(compile_graph(graph_module, inputs, session), *constants))
-        captured = session.graphs[-1]
-        for live in captured.live_regions():
-            live.name = name
-        refusals = [outcome for outcome in captured.outcomes if isinstance(outcome, Refusal)]
-        reason = "; ".join(refusal.details for refusal in refusals)
-        if not captured.outcomes:
-            reason = "no experts are found in it"
-        else:
-            # The rewritten graph itself: a call of `run` would count as a step of the layer.
-            chunked = _outside_autocast(functools.partial(graph_module, *constants))
-            reason = reason or _difference(experts, chunked, captured.live_regions(), tensors, arguments)
-        if reason and captured.live_regions():
-            captured.outcomes[:] = [Refusal(where, Reason.OTHER_OUTPUT, reason)]
-    if reason:
-        warnings.warn(f'memfine_fx: {name} runs in transformers\' "grouped_mm", not in chunks: {reason}', stacklevel=2)
-        return _Kind()
-    name, traced = captured.live_regions()[0].region_id, TracedExperts(graph, run)
+    kind = _chunked(experts, tensors, arguments)
+    if isinstance(kind, _Kind):
+        return kind
+    name = type_before_parametrizations(experts).__name__
+    warnings.warn(f'memfine_fx: {name} runs in transformers\' "grouped_mm", not in chunks: {kind}', stacklevel=2)
+    return _Kind()
+
+
+def _chunked(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments: Sequence[Tensor]) -> _Kind | str:
+    """Return the kind of a layer, or why it cannot be chunked."""
+    for name, tensor in tensors.items():
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"{name} is a {type(tensor).__name__}, which is not read one expert at a time"
+    if getattr(experts, "_is_expert_parallel", False):
+        return "transformers has its experts on several ranks"
+    session = _session()
+    graph_module, inputs, constants = _traced(experts, tensors, arguments)
+    graph = copied_module(graph_module).graph
+    run = _outside_autocast(functools.partial(compile_graph(graph_module, inputs, session), *constants))
+    captured = session.graphs[-1]
+    refusals = [outcome.details for outcome in captured.outcomes if isinstance(outcome, Refusal)]
+    if refusals or not captured.outcomes:
+        return "; ".join(refusals) or "no experts are found in it"
+    # The rewritten graph itself: a call of `run` would count as a step of the layer.
+    chunked = _outside_autocast(functools.partial(graph_module, *constants))
+    difference = _difference(experts, chunked, captured.live_regions(), tensors, arguments)
+    if difference:
+        where = Where(source=_place_of(experts))
+        details = f"in chunks it would differ from the eager loop of its class: {difference}"
+        captured.outcomes[:] = [Refusal(where, Reason.OTHER_OUTPUT, details)]
+        return details
+    for live in captured.live_regions():
+        live.name = type_before_parametrizations(experts).__name__
+    region_id, traced = captured.live_regions()[0].region_id, TracedExperts(graph, run)
     if constants:
         return _Kind("", traced)
-    register_traced(name, traced)
-    return _Kind(name, traced)
+    register_traced(region_id, traced)
+    return _Kind(region_id, traced)
 
 
 def _outside_autocast(run: Call) -> Call:
@@ -234,14 +245,6 @@ def _session() -> Session:
                 "optimizer state; a plan of the whole step needs memfine_fx.optimize(model)"
             )
     return _sessions[options]
-
-
-def _why_not(tensors: Mapping[str, Tensor]) -> str:
-    """Return why a layer's tensors cannot be traced; "" where they can."""
-    for name, tensor in tensors.items():
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"{name} is a {type(tensor).__name__}, which is not read one expert at a time"
-    return ""
 
 
 def _tensors_of(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
@@ -390,4 +393,4 @@ def _difference(
     dtypes |= {torch.get_autocast_dtype(device) for device in _active_autocasts()}
     tolerance = max(_TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
     errors = {name: error for name, error in errors_of(results, expected).items() if not error <= tolerance}
-    return "; ".join(f"{name} differs from the eager loop's by {error:.1e} relative" for name, error in errors.items())
+    return "; ".join(f"{name} is off by {error:.1e} relative" for name, error in errors.items())

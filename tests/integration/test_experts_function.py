@@ -292,6 +292,15 @@ def test_a_layer_that_is_refused_runs_all_the_same(monkeypatch: pytest.MonkeyPat
     assert memfine_fx.report(model).num_chunked == 0
 
 
+def test_experts_on_several_ranks_are_refused() -> None:
+    model = qwen(num_experts=14)
+    for layer in model.model.layers:
+        layer.mlp.experts._is_expert_parallel = True
+    with pytest.warns(UserWarning, match="several ranks"):
+        results = step(model)
+    assert_close(results, step(like(model, "grouped_mm")))
+
+
 def test_a_layer_whose_class_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen(num_experts=10)
     experts = type(model.model.layers[0].mlp.experts)
@@ -301,7 +310,7 @@ def test_a_layer_whose_class_computes_something_else_is_refused(monkeypatch: pyt
         return 2 * eager(self, *args)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(experts.forward, "__wrapped__", doubled)
-    with pytest.warns(UserWarning, match="differs from the eager loop's"):
+    with pytest.warns(UserWarning, match="differ from the eager loop"):
         step(model)
     assert [region.status for region in memfine_fx.report(model).regions] == ["refused"] * 3
 
