@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.peers import find_peer
 from benchmarks.records import UNAVAILABLE, Job, Row
-from memfine_fx.demo.progress import open_progress
+from memfine_fx.demo.runner import open_progress
 from memfine_fx.memory.machine import host_bytes
 
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Unsupported|Chunk|Infeasible)\b")

@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from memfine_fx.compat.bitsandbytes import packed_experts, readable
-from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
-from memfine_fx.compat.nn import own_parameters
+from memfine_fx.compat.nn import IGNORED_BY_DDP, ignore_in_ddp, own_parameters
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
 from memfine_fx.expert_parallel.adapters import EXPERTS_FIRST, adapters_of, add_by_slices

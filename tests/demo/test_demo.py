@@ -4,12 +4,12 @@ import json
 from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memfine_fx.demo import runner
-from memfine_fx.demo.chart import draw_memory, stretch_time
-from memfine_fx.demo.progress import PlainProgress, Progress
+from memfine_fx.demo.runner import draw_memory, stretch_time
 from memfine_fx.demo.training import MODES, DemoSizes, ModeResult
 
 MIB = 2**20
@@ -77,16 +77,6 @@ def test_the_text_is_plain_ascii_of_some_kilobytes() -> None:
     assert max(text) < 128
 
 
-def test_plain_progress_writes_one_line_a_tick() -> None:
-    lines: list[str] = []
-    progress = PlainProgress(2, lines.append)
-
-    progress.set_description("memfine: step 1")
-    progress.update(1)
-
-    assert lines == ["[1/2] memfine: step 1\n"]
-
-
 @pytest.mark.parametrize(("memfine_loss", "status", "verdict"), [(3.5, 0, "PASS"), (3.6, 1, "FAIL")])
 def test_the_verdict_follows_the_losses(
     memfine_loss: float,
@@ -99,7 +89,7 @@ def test_the_verdict_follows_the_losses(
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
 
-    def train(mode: str, sizes: DemoSizes, steps: int, scratch: Path, progress: Progress) -> ModeResult:
+    def train(mode: str, sizes: DemoSizes, steps: int, scratch: Path, progress: Any) -> ModeResult:
         last = memfine_loss if mode == "memfine" else 3.5
         return replace(made_up_result(mode), losses=(5.5, 4.0, last))
 
@@ -118,7 +108,7 @@ def test_a_mode_that_fails_is_shown_and_the_others_are_kept(
     pytest.importorskip("matplotlib")
     pytest.importorskip("transformers")
 
-    def train(mode: str, sizes: DemoSizes, steps: int, scratch: Path, progress: Progress) -> ModeResult:
+    def train(mode: str, sizes: DemoSizes, steps: int, scratch: Path, progress: Any) -> ModeResult:
         if mode == "memfine":
             raise runner.DemoFailed("mode 'memfine' ended with exit status 1:\nout of luck")
         return made_up_result(mode)
