@@ -164,11 +164,7 @@ def _lists(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or "expert" not in path.rpartition(".")[2].lower():
             continue
-        named = (
-            module.items()
-            if isinstance(module, nn.ModuleDict)
-            else ((str(i), submodule) for i, submodule in enumerate(module))
-        )
+        named = module.items() if isinstance(module, nn.ModuleDict) else ((str(i), own) for i, own in enumerate(module))
         members = dict(named)
         layouts = {
             tuple((name, param.shape) for name, param in member.named_parameters()) for member in members.values()
