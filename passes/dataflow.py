@@ -11,7 +11,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import networkx as nx
 import torch
@@ -27,6 +27,7 @@ from memfine_fx.records import Refusal, Where
 __all__ = [
     "Dataflow",
     "clean_module_path",
+    "computed_from",
     "has_unbacked_rows",
     "has_unbacked_shape",
     "is_float_tensor",
@@ -150,6 +151,18 @@ def is_same_view(left: fx.Node, right: fx.Node) -> bool:
         is_same_view(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b
         for a, b in zip(left.args, right.args, strict=True)
     )
+
+
+def computed_from(nodes: Iterable[fx.Node], is_stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """Return nodes and all that they are computed from, back to those that are stops, which are left out."""
+    reached: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in reached and not is_stop(node):
+            reached.add(node)
+            pending.extend(node.all_input_nodes)
+    return reached
 
 
 def refusal_of(where: Where, refusal: CannotChunk) -> Refusal:

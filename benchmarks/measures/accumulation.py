@@ -10,7 +10,7 @@ import torch
 import memfine_fx
 from benchmarks.measures import Answer, device_here
 from memfine_fx.config import PassName
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 from memfine_fx.memory.measure import trace_memory
 
 SIZES = ModelSizes(

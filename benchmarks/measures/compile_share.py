@@ -15,7 +15,7 @@ import memfine_fx
 from benchmarks.machine import seconds_of
 from benchmarks.measures import Answer, device_here
 from memfine_fx.compiler.sessions import sessions
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 
 SIZES = ModelSizes(
     layers=4, hidden=256, width=128, experts=16, top_k=4, heads=4, kv_heads=2, head_dim=64, vocab=2048, positions=1024

@@ -14,7 +14,7 @@ import torch
 import memfine_fx
 from benchmarks.machine import seconds_of
 from benchmarks.measures import Answer, device_here
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 
 SIZES = ModelSizes(
     layers=4, hidden=512, width=512, experts=16, top_k=4, heads=8, kv_heads=4, head_dim=64, vocab=2048, positions=1024

@@ -7,8 +7,8 @@ import torch
 from benchmarks.peers import find_peer
 from benchmarks.records import Job, Sizes
 from benchmarks.workloads import Workload
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
 from memfine_fx.demo.tiny import tiny_model
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 
 
 def build_model_workload(job: Job) -> Workload:

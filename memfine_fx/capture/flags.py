@@ -45,14 +45,9 @@ _MOST_BYTES = 2**20
 """Of one buffer that is copied at each call's start."""
 
 
-@contextlib.contextmanager
-def flags_set(setting: tuple[str, ...]) -> Iterator[None]:
+def flags_set(setting: tuple[str, ...]) -> contextlib.AbstractContextManager[object]:
     """Dynamo's flags of a setting switched on, for compilations inside."""
-    if not setting:
-        yield
-        return
-    with capturing_more(setting):
-        yield
+    return capturing_more(setting) if setting else contextlib.nullcontext()
 
 
 class CapturingCall:

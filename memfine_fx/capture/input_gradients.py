@@ -57,12 +57,9 @@ class WantedInputGradients:
 def _only_wants_gradient(hook: object) -> bool:
     if not isinstance(hook, types.FunctionType) or hook.__code__.co_argcount != 3:
         return False
-    expected_code, hook_code = _as_hosts_write_it.__code__, hook.__code__
-    return (hook_code.co_names, hook_code.co_code, hook_code.co_consts) == (
-        expected_code.co_names,
-        expected_code.co_code,
-        expected_code.co_consts,
-    )
+    codes = hook.__code__, _as_hosts_write_it.__code__
+    own, expected = ((code.co_names, code.co_code, code.co_consts) for code in codes)
+    return own == expected
 
 
 def _adds_wanting_zero(embedding: torch.nn.Module) -> Callable[..., torch.Tensor | None]:

@@ -51,11 +51,8 @@ class RecordedOutputs:
             for part, _ in self._parts:
                 assert self._install is not None
                 self._install(part)
-        if not self._is_recording:
-            yield
-            return
         # A hook's append is a side effect: the recomputation of a checkpointed layer leaves it out.
-        with RECORDING.applied():
+        with RECORDING.applied() if self._is_recording else contextlib.nullcontext():
             yield
 
     def _records(self, kwargs: Mapping[str, Any]) -> bool:

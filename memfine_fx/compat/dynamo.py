@@ -1,9 +1,10 @@
-"""Dynamo: what compiling raises, names of backends, and mode switches in its graphs."""
+"""Dynamo: what compiling raises, names of backends, mode switches in its graphs, and records in TORCH_TRACE."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import re
 import weakref
 from collections import Counter
@@ -17,6 +18,7 @@ from memfine_fx.compat.settings import CAPTURE_FLAGS
 
 __all__ = [
     "GRAPH_BREAKS",
+    "RECORDS",
     "SEEN_BACKENDS",
     "capturing_more",
     "check_mode_switches",
@@ -27,6 +29,7 @@ __all__ = [
     "num_frames",
     "plain_compiler",
     "register_backend",
+    "trace_artifact",
 ]
 
 _SWITCHES: dict[str, Literal["grad", "enter autocast", "exit autocast"]] = {
@@ -188,4 +191,30 @@ SEEN_BACKENDS = Feature(
     fallback="A small function stays in memory for each model that was optimized or explained, until "
     "torch._dynamo.reset().",
     check=_check_seen_backends,
+)
+
+
+def trace_artifact(name: str, payload: str) -> None:
+    """A record in TORCH_TRACE, which tlparse shows with its compilation; nothing where tracing is off."""
+    if not RECORDS.holds():
+        return
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: payload)
+
+
+def _check_traces() -> None:
+    from torch._logging._internal import trace_structured
+
+    parameters = inspect.signature(trace_structured).parameters
+    expect({"metadata_fn", "payload_fn"} <= set(parameters), f"a record takes {', '.join(parameters)}")
+
+
+RECORDS = Feature(
+    name="torch._logging._internal.trace_structured",
+    package="torch",
+    purpose="regions and graphs in TORCH_TRACE",
+    seen=("2.11", "2.15"),
+    fallback="TORCH_TRACE holds no records of memfine_fx; MEMFINE_LOGS shows the same.",
+    check=_check_traces,
 )

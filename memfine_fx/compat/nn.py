@@ -1,8 +1,9 @@
-"""nn.Module: the place of a compiled call, and parameters as the module itself holds them."""
+"""nn.Module: the place of a compiled call, parameters as the module itself holds them, and those that DDP ignores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "COMPILED_CALLS",
+    "IGNORED_BY_DDP",
     "forward_hooks",
     "has_compiled_call",
     "hooks_after_gradient",
     "hooks_of",
+    "ignore_in_ddp",
     "own_buffers",
     "own_parameters",
     "plain_call",
@@ -88,4 +91,30 @@ COMPILED_CALLS = Feature(
     fallback='memfine_fx.optimize changes nothing: models run as written. torch.compile(model, backend="memfine") '
     "works.",
     check=_check_compiled_calls,
+)
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def ignore_in_ddp(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Let a DistributedDataParallel of this model leave parameters alone, beside those that it leaves alone already."""
+    object.__setattr__(model, _IGNORED, [*getattr(model, _IGNORED, ()), *names])
+
+
+def _check_ignored() -> None:
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    probe = torch.nn.Identity()
+    wrapper._set_params_and_buffers_to_ignore_for_model(probe, ["probe"])  # type: ignore[no-untyped-call]
+    expect(getattr(probe, _IGNORED, None) == ["probe"], "ignored names are stored elsewhere")
+    expect(f"module.{_IGNORED}" in inspect.getsource(wrapper.__init__), "what is ignored is not read")
+
+
+IGNORED_BY_DDP = Feature(
+    name="DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    package="torch",
+    purpose="experts of which each rank has its own, under DistributedDataParallel",
+    seen=("2.11", "2.15"),
+    fallback="DistributedDataParallel would average different experts, so expert_parallel is refused.",
+    check=_check_ignored,
 )

@@ -20,9 +20,9 @@ from memfine_fx.capture.output_recorders import hint_for_recording
 from memfine_fx.capture.quantized import hint_for_packed_layers
 from memfine_fx.capture.ranks import hint_for_cut_graphs
 from memfine_fx.capture.structure import moe_layers
+from memfine_fx.compat.dynamo import trace_artifact
 from memfine_fx.compat.interpreter import running_model
 from memfine_fx.compat.tensors import is_sharded
-from memfine_fx.compat.traces import trace_artifact
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.reporting import dynamo_reasons, head_report, outcome_report, report_of
 from memfine_fx.compiler.session import Session
@@ -133,5 +133,5 @@ def log_regions(graph_module: fx.GraphModule, session: Session, record: Captured
     for line in lines or [f"graph {number}: no routing decision"]:
         passes_log.info("%s", line)
     if (record.outcomes or record.heads) and not _is_silent.get():
-        trace_artifact("memfine_regions", "string", "\n".join(lines))
-        trace_artifact("memfine_graph", "string", graph_module.print_readable(print_output=False))
+        trace_artifact("memfine_regions", "\n".join(lines))
+        trace_artifact("memfine_graph", graph_module.print_readable(print_output=False))

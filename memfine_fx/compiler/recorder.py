@@ -135,16 +135,11 @@ class RecordedGraph(CompiledGraph):
         return self._partitions[0]  # whoever reads the record refuses
 
     def _compile(
-        self,
-        graph_module: fx.GraphModule,
-        inputs: Sequence[Any],
-        step: GraphStep,
-        budget: GraphBudget | None,
-        partitioned: Callable[[], None] | None = None,
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any
     ) -> CompiledPartition:
         if self._recorder.reads == "code":
             self._record_code(graph_module, inputs)
-        return super()._compile(graph_module, inputs, step, budget, partitioned)
+        return super()._compile(graph_module, inputs, *args, **kwargs)
 
     def _record_code(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Read the code that the graph would have under the other plans, as far as code is written here at all."""
@@ -188,14 +183,9 @@ class _PlainGraph(RecordedGraph):
     """A graph in which nothing is chunked, as torch.compile takes it."""
 
     def _compile(
-        self,
-        graph_module: fx.GraphModule,
-        inputs: Sequence[Any],
-        step: GraphStep,
-        budget: GraphBudget | None,
-        partitioned: Callable[[], None] | None = None,
+        self, graph_module: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any
     ) -> CompiledPartition:
-        recorder = self._recorder
+        recorder, step = self._recorder, self._record.step
         shares = {plan: float(plan) for plan in recorder.plans} if isinstance(recorder, PlainRecorder) else {}
         note = functools.partial(recorder.note_partition, self._record, step)
         run = record_plain(graph_module, inputs, recorder.reads, step, self._in_backward(step), shares, note)

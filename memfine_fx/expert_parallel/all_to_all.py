@@ -157,9 +157,17 @@ def returned(
     results.clear()
     pending: deque[tuple[int, list[torch.Tensor], list[dist.Work | None]]] = deque()
     begin = 0
+
+    def finish() -> tuple[int, list[torch.Tensor]]:
+        number, backs, works = pending.popleft()
+        with failing_at(incoming.place, incoming.exchange.group):
+            for work in works:
+                wait_for(work)
+        return number, packing.views(backs)
+
     for number, a2a in enumerate(incoming.all_to_alls):
         if len(pending) == ALL_TO_ALLS_IN_FLIGHT:
-            yield _finished(incoming, packing, pending)
+            yield finish()
         backs = packing.buffers(a2a.num_sent, owned[0]) if owned else []
         with failing_at(incoming.place, incoming.exchange.group):
             works = [
@@ -171,19 +179,7 @@ def returned(
         pending.append((number, backs, works))
         begin += a2a.num_received
     while pending:
-        yield _finished(incoming, packing, pending)
-
-
-def _finished(
-    incoming: IncomingRound,
-    packing: Packing,
-    pending: deque[tuple[int, list[torch.Tensor], list[dist.Work | None]]],
-) -> tuple[int, list[torch.Tensor]]:
-    number, backs, works = pending.popleft()
-    with failing_at(incoming.place, incoming.exchange.group):
-        for work in works:
-            wait_for(work)
-    return number, packing.views(backs)
+        yield finish()
 
 
 def wait_for(work: dist.Work | None) -> None:

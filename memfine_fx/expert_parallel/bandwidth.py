@@ -7,7 +7,9 @@ spans several nodes, bytes to ranks of a rank's own node and to those of others 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -77,28 +79,27 @@ def _exchanged(ranks: ExpertGroup, partners: list[bool]) -> float:
     splits = [share if is_partner else 0 for is_partner in partners]
     outbox = torch.zeros(sum(splits), dtype=torch.uint8, device=ranks.device)
     inbox = torch.empty_like(outbox)
-    best = float("inf")
-    for _ in range(_RUNS):
-        dist.barrier(ranks.group)
-        started = time.perf_counter()
-        dist.all_to_all_single(inbox, outbox, splits, splits, group=ranks.group)
-        if outbox.is_cuda:
-            torch.cuda.synchronize(outbox.device)
-        best = min(best, time.perf_counter() - started)
-    return outbox.numel() / max(best, 1e-9)
+    exchange = partial(dist.all_to_all_single, inbox, outbox, splits, splits, group=ranks.group)
+    return outbox.numel() / _seconds(exchange, ranks.device, lambda: dist.barrier(ranks.group))
 
 
 def _flops(device: torch.device) -> float:
     """Return the FLOPs per second of a matmul on this device, in bfloat16 on an accelerator and fp32 on a CPU."""
     left = torch.ones(_SIDE, _SIDE, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
+    return 2 * _SIDE**3 / _seconds(lambda: left @ left, device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, begin: Callable[[], object] = lambda: None) -> float:
+    """Return the seconds of the fastest of a few runs; `begin` is called before each and not counted."""
     best = float("inf")
     for _ in range(_RUNS):
+        begin()
         started = time.perf_counter()
-        left @ left
-        if left.is_cuda:
+        run()
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - started)
-    return float(2 * _SIDE**3 / max(best, 1e-9))
+    return max(best, 1e-9)
 
 
 def bandwidth_of(ranks: ExpertGroup) -> float:

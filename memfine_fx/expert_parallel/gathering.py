@@ -7,6 +7,7 @@ shape, raise an error instead of waiting or taking it for theirs (`exchange`).
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -65,13 +66,18 @@ def own_experts(whole: torch.Tensor, key: str) -> torch.Tensor:
     A collective call.
     """
     ranks = registered(key)
-    total = whole.clone(memory_format=torch.contiguous_format)
-    with failing_at(Place("a layer that was not chunked", "summing of experts' gradients"), ranks.group):
-        dist.all_reduce(total, group=ranks.group)
+    total = _summed(whole, ranks)
     owned = Placement(whole.shape[0], ranks.num_ranks).owned(ranks.rank)
     own = total[owned.start : owned.stop].clone()
     ranks.average([own])
     return own
+
+
+def _summed(whole: torch.Tensor, ranks: ExpertGroup) -> torch.Tensor:
+    total = whole.clone(memory_format=torch.contiguous_format)
+    with failing_at(Place("a layer that was not chunked", "summing of experts' gradients"), ranks.group):
+        dist.all_reduce(total, group=ranks.group)
+    return total
 
 
 @own_experts.register_fake
@@ -104,9 +110,7 @@ def _(own: torch.Tensor, shape: list[int], owner: int, key: str, name: str, beca
 def own_expert(whole: torch.Tensor, owner: int, key: str) -> torch.Tensor:
     """Return one expert's gradient summed over the group on its owner, an empty tensor elsewhere; a collective call."""
     ranks = registered(key)
-    total = whole.clone(memory_format=torch.contiguous_format)
-    with failing_at(Place("a layer that was not chunked", "summing of experts' gradients"), ranks.group):
-        dist.all_reduce(total, group=ranks.group)
+    total = _summed(whole, ranks)
     if ranks.rank != owner:
         return whole.new_empty(0)
     ranks.average([total])
@@ -133,8 +137,6 @@ def _expert_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 all_experts.register_autograd(_table_gradient, setup_context=_save_key)
 expert_of.register_autograd(_expert_gradient, setup_context=_save_key)
 
-_has_warned = False
-
 
 def _agreed(ranks: ExpertGroup, name: str, because: str) -> Place:
     """Check that all ranks gather the same parameter, and return the place for error messages; a collective call."""
@@ -144,13 +146,11 @@ def _agreed(ranks: ExpertGroup, name: str, because: str) -> Place:
     return place
 
 
+@functools.cache
 def _warn_of_gathering() -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warnings.warn(
-            "a layer reads the whole table of sharded experts, because it was not chunked (memfine_fx.report says why) "
-            "or code outside the compiled graph asks for it: results are right, but all experts are gathered here",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    warnings.warn(
+        "a layer reads the whole table of sharded experts, because it was not chunked (memfine_fx.report says why) "
+        "or code outside the compiled graph asks for it: results are right, but all experts are gathered here",
+        RuntimeWarning,
+        stacklevel=2,
+    )

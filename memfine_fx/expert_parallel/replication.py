@@ -108,21 +108,23 @@ def plan_replication(
     computed = list(no_replication(counts, placement).computed)
     rooms = _Rooms(computed, target, slots, node_ranks or placement.num_ranks)
     left = counts.sum(dim=0).tolist()
-    by_rank = [_Experts(placement.owned(rank), left) for rank in range(placement.num_ranks)]
     excesses = [(target - rows, rank) for rank, rows in enumerate(computed) if rows > target]
-    heapq.heapify(excesses)
+    # By rank: its experts by the rows that are left with the rank, fullest first.
+    experts = [[(-left[expert], expert) for expert in placement.owned(rank)] for rank in range(placement.num_ranks)]
+    for heap in (excesses, *experts):
+        heapq.heapify(heap)
     clones = []
     while excesses:
         below, rank = heapq.heappop(excesses)
-        rows, expert = by_rank[rank].fullest()
-        transfer = rooms.take(rank, min(-below, rows))
+        rows_below, expert = experts[rank][0]
+        transfer = rooms.take(rank, min(-below, -rows_below))
         if transfer is None:
             continue
         helper, moved = transfer
         clones.append(Clone(expert, helper, moved))
         computed[rank] -= moved
         computed[helper] += moved
-        by_rank[rank].give(expert, moved)
+        heapq.heapreplace(experts[rank], (rows_below + moved, expert))
         if computed[rank] > target:
             heapq.heappush(excesses, (target - computed[rank], rank))
     return ReplicationPlan(tuple(clones), tuple(computed))
@@ -199,25 +201,6 @@ def _matched(wanted: torch.Tensor, offered: torch.Tensor) -> torch.Tensor:
     ends = torch.minimum(wanted_ends, offered_ends)
     begins = torch.maximum(wanted_ends - wanted.unsqueeze(1), offered_ends - offered)
     return (ends - begins).clamp(min=0)
-
-
-class _Experts:
-    """A rank's experts, ordered by the rows that are left with the rank, fullest first."""
-
-    def __init__(self, owned: range, rows: Sequence[int]) -> None:
-        self._heap = [(-rows[expert], expert) for expert in owned]
-        heapq.heapify(self._heap)
-
-    def fullest(self) -> tuple[int, int]:
-        """Return (rows, expert) of the expert with the most rows."""
-        below, expert = self._heap[0]
-        return -below, expert
-
-    def give(self, expert: int, rows: int) -> None:
-        """Take rows away from an expert, which must be the fullest."""
-        below, fullest = self._heap[0]
-        assert fullest == expert, "rows are given by the fullest expert"
-        heapq.heapreplace(self._heap, (below + rows, expert))
 
 
 class _Rooms:

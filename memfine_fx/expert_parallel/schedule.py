@@ -124,7 +124,7 @@ class Rounds:
         self._rooms = torch.tensor(list(rooms) or [0] * num_ranks, dtype=torch.int64)
         self._later_limits = torch.where((self._rooms > 0).any(), (self._limits + 1) // 2, self._limits)
         self._owners = placement.owners()
-        self._view: _View | None = None
+        self._latest_view: tuple[int, tuple[list[list[AllToAll]], torch.Tensor]] | None = None
 
     @cached_property
     def received(self) -> torch.Tensor:
@@ -192,12 +192,9 @@ class Rounds:
         bounds = torch.minimum(self._round_begins(torch.tensor([number, number + 1])), self.received)
         return bounds[:1] + torch.div(bounds.diff(dim=0) * parts, num_all_to_alls, rounding_mode="floor")
 
-    def num_all_to_alls(self, number: int) -> int:
-        """Return the fewest exchanges of a round in which every source sends at most `max_sent` rows."""
-        return self._num_all_to_alls[number]
-
     @cached_property
     def _num_all_to_alls(self) -> list[int]:
+        """Return for each round the fewest exchanges in which every source sends at most `max_sent` rows."""
         if bool((self.counts.sum(dim=1).clamp(max=int(self._limits.sum())) <= self._max_sent).all()):
             return [1] * self.num_rounds
         return [self._fewest_all_to_alls(number, most) for number, most in enumerate(self._most_stages())]
@@ -225,18 +222,18 @@ class Rounds:
         return num_all_to_alls
 
     def all_to_alls(self, rank: int, number: int) -> list[AllToAll]:
-        return self._seen_by(rank).all_to_alls[number]
+        return self._seen_by(rank)[0][number]
 
     def received_before(self, rank: int, number: int) -> torch.Tensor:
-        return self._seen_by(rank).received_before[number]
+        return self._seen_by(rank)[1][number]
 
-    def _seen_by(self, rank: int) -> _View:
-        """Return all rounds as one rank sees them, computed at once: a few array operations, not a few per round."""
-        if self._view is None or self._view.rank != rank:
-            self._view = self._view_of(rank)
-        return self._view
+    def _seen_by(self, rank: int) -> tuple[list[list[AllToAll]], torch.Tensor]:
+        """Return all rounds as one rank sees them, and the rows that it receives before each, [rounds+1,E_local].
 
-    def _view_of(self, rank: int) -> _View:
+        They are computed at once: a few array operations, not a few per round.
+        """
+        if self._latest_view is not None and self._latest_view[0] == rank:
+            return self._latest_view[1]
         own, everything = _slice(self.placement.owned(rank)), slice(None)
         num_all_to_alls = self._num_all_to_alls
         parts = [self._positions(number, count)[:-1] for number, count in enumerate(num_all_to_alls)]
@@ -245,18 +242,9 @@ class Rounds:
         received = self._gone(positions, everything, own)
         all_to_alls = iter(_all_to_alls(self.placement, sent, received))
         firsts = torch.tensor([0, *num_all_to_alls]).cumsum(0)
-        return _View(
-            rank, [[next(all_to_alls) for _ in range(count)] for count in num_all_to_alls], received.sum(dim=1)[firsts]
-        )
-
-
-@dataclass(frozen=True)
-class _View:
-    """All rounds as one rank sees them; `received_before` is [rounds+1,E_local]."""
-
-    rank: int
-    all_to_alls: list[list[AllToAll]]
-    received_before: torch.Tensor
+        view = [[next(all_to_alls) for _ in range(count)] for count in num_all_to_alls], received.sum(dim=1)[firsts]
+        self._latest_view = rank, view
+        return view
 
 
 class TokenSlices:

@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from memfine_fx.compat.bitsandbytes import packed_experts, readable
-from memfine_fx.compat.distributed import IGNORED_BY_DDP, ignore_in_ddp
-from memfine_fx.compat.nn import own_parameters
+from memfine_fx.compat.nn import IGNORED_BY_DDP, ignore_in_ddp, own_parameters
 from memfine_fx.config import Config, parse_budget
 from memfine_fx.errors import ConfigError, MemfineError, RanksDisagree
 from memfine_fx.expert_parallel.adapters import EXPERTS_FIRST, adapters_of, add_by_slices
@@ -165,11 +164,7 @@ def _lists(model: nn.Module, ranks: ExpertGroup) -> Iterator[ShardedParameter]:
     for path, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or "expert" not in path.rpartition(".")[2].lower():
             continue
-        named = (
-            module.items()
-            if isinstance(module, nn.ModuleDict)
-            else ((str(i), submodule) for i, submodule in enumerate(module))
-        )
+        named = module.items() if isinstance(module, nn.ModuleDict) else ((str(i), own) for i, own in enumerate(module))
         members = dict(named)
         layouts = {
             tuple((name, param.shape) for name, param in member.named_parameters()) for member in members.values()

@@ -287,12 +287,6 @@ def _packing(hidden: torch.Tensor, weight: torch.Tensor | None) -> Packing:
     return Packing.of([hidden, *([] if weight is None else [weight.reshape(-1)])])
 
 
-def number_of_slices(table: Table, placement: Placement, bins: Sequence[int] | None) -> int:
-    """Return c, the most slices that any rank asks for."""
-    received: list[int] = placement.by_rank(table.counts.sum(dim=0)).tolist()
-    return max(chunk_count(rows, limit, bins) for rows, limit in zip(received, table.limits, strict=True))
-
-
 def agreed_slices(
     exchange: Exchange, placement: Placement, table: Table, routed: Routed, bins: Sequence[int] | None, place: Place
 ) -> TokenSlices:
@@ -316,7 +310,8 @@ def agreed_slices(
         bins: allowed numbers, or None.
         place: for messages.
     """
-    num_slices = number_of_slices(table, placement, bins)
+    received: list[int] = placement.by_rank(table.counts.sum(dim=0)).tolist()
+    num_slices = max(chunk_count(rows, limit, bins) for rows, limit in zip(received, table.limits, strict=True))
     rank = torch.distributed.get_rank(exchange.group)
     begins = table.begins(rank)
     ends = torch.cat([begins, begins[-1:] + table.counts[rank, -1:]])

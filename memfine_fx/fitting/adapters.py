@@ -99,12 +99,6 @@ def _pack(model: Any) -> None:
     _package("bitsandbytes", "weights in 4 bits")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     pack_layers(model, {name for name, layer in model.named_modules() if layer is head})
-    for module, name in list(_tables(model)):
-        pack_table(module, name)
+    for path, name in list(_paths_of_tables(model)):
+        pack_table(model.get_submodule(path), name)
     model.is_loaded_in_4bit = True  # as after loading: PEFT asks
-
-
-def _tables(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Yield (module, name) of parameters that hold a matrix for each expert."""
-    for path, name in _paths_of_tables(model):
-        yield model.get_submodule(path), name

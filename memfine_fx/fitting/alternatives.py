@@ -8,6 +8,7 @@ estimate, and so is everything where layers were not found to be even.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -59,15 +60,13 @@ def alternatives(
         if not checkpoints:
             plans |= {str(share): f"torch.compile with activation_memory_budget={share}" for share in SHARES}
         for plan, name in plans.items():
-            is_sure = is_exact and plan == "asked"
-            results.append(_alternative(analysis, plan, name, longest, "" if is_sure else "an estimate"))
+            remark = "" if is_exact and plan == "asked" else "an estimate"
+            bytes_at = functools.partial(_bytes_at, analysis, plan)
+            seq = longest(bytes_at) if analysis.has_seq else None
+            total = analysis.total(plan, analysis.setup.batch, analysis.setup.seq)
+            results.append(Alternative(name, total, seq, remark, analysis, plan))
     return tuple(results)
 
 
-def _alternative(
-    analysis: Analysis, plan: str, name: str, longest: Callable[[Callable[[int], int]], int], remark: str
-) -> Alternative:
-    setup = analysis.setup
-    total = analysis.total(plan, setup.batch, setup.seq)
-    seq = longest(lambda length: analysis.total(plan, setup.batch, length).num_bytes) if analysis.has_seq else None
-    return Alternative(name, total, seq, remark, analysis, plan)
+def _bytes_at(analysis: Analysis, plan: str, seq: int) -> int:
+    return analysis.total(plan, analysis.setup.batch, seq).num_bytes

@@ -90,7 +90,10 @@ class Exported:
         if analysis.config.axis != "rows":
             raise ConfigError(f"a page is written of chunks of rows only, and axis={analysis.config.axis!r}")
         static, setup = analysis.static, analysis.setup
-        optimizer, needed = static.optimizer, self._needed(analysis, plans)
+        least = analysis.least_plans if "least" in plans else ()
+        most = analysis.most_plans if "most" in plans else ()
+        needed = dict.fromkeys((*(plan for plan in plans if plan != "least"), *least, *most))
+        optimizer = static.optimizer
         return {
             "static": {
                 name: getattr(static, name)
@@ -104,8 +107,8 @@ class Exported:
             "earlierGradients": analysis.earlier_gradients,
             "more": analysis.more,
             "isAskedKnown": analysis.is_asked_known,
-            "leastPlans": analysis.least_plans if "least" in plans else (),
-            "mostPlans": analysis.most_plans if "most" in plans else (),
+            "leastPlans": least,
+            "mostPlans": most,
             "estimated": analysis.records[0].estimated,
             "marginPercent": MARGIN_PERCENT,
             "constantInputs": analysis.constant_inputs,
@@ -113,18 +116,9 @@ class Exported:
             "leastRows": LEAST_ROWS,
             "hasBatch": analysis.has_batch,
             "hasSeq": analysis.has_seq,
-            "plans": {plan: self._plan(analysis, plan) for plan in needed},
+            "plans": {plan: [self._runs(analysis, record, plan) for record in analysis.records] for plan in needed},
             "alike": {plan: analysis.alike(plan) for plan in needed if len(analysis.records) > 1},
         }  # fmt: skip
-
-    def _needed(self, analysis: Analysis, plans: tuple[str, ...]) -> list[str]:
-        least = analysis.least_plans if "least" in plans else ()
-        most = analysis.most_plans if "most" in plans else ()
-        return list(dict.fromkeys((*(plan for plan in plans if plan != "least"), *least, *most)))
-
-    def _plan(self, analysis: Analysis, plan: str) -> list[list[dict[str, Any]]]:
-        """Return for each record the runs of a plan."""
-        return [self._runs(analysis, record, plan) for record in analysis.records]
 
     def _runs(self, analysis: Analysis, record: RecordedStep, plan: str) -> list[dict[str, Any]]:
         exported_runs: list[dict[str, Any]] = []

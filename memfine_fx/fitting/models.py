@@ -16,7 +16,7 @@ from memfine_fx.compat.bitsandbytes import num_packed, scale_tensors, with_scale
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import ConfigError, MissingPackage
 from memfine_fx.fitting.adapters import adapted
-from memfine_fx.fitting.setup import Setup
+from memfine_fx.fitting.setup import DTYPES, Setup
 
 __all__ = ["expert_tensors", "fake_model", "held_tensors", "loaded_config", "num_parameters", "real_model"]
 
@@ -151,7 +151,7 @@ def _build_model(source: Any, setup: Setup, device: torch.device) -> torch.nn.Mo
                 model = source()
             else:
                 _check_sizes(source)
-                model = _of_config(source, setup.torch_dtype)
+                model = _of_config(source, DTYPES[setup.dtype])
     except AttributeError as error:
         missing = _MISSING.search(str(error))
         if missing is None:

@@ -90,10 +90,6 @@ class Setup:
             raise ConfigError(f"memory_budget={self.budget!r}: there is no device to take a fraction of; give bytes")
         parse_budget(self.budget)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
 
 @dataclass(frozen=True)
 class OptimizerBytes:

@@ -13,7 +13,7 @@ round         where experts live on several ranks: the rows that came, their res
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -274,7 +274,7 @@ def _forward_terms(region: RegionBytes, num_tokens: Any, rows: Any) -> dict[str,
         cast = rows * region.out_width * region.accumulator_item_bytes
     chunk += _called(region.forward_peak, region.forward_results, cast, region, rows) + _index_chunk(rows)
     if region.all_to_all is not None:
-        chunk = _with_clones(_forward_round, region, region.all_to_all, at_once, chunk, region.clones_forward)
+        chunk = _around(region, region.all_to_all, at_once, chunk, "forward")
     return _forward_terms_around(region, num_tokens, chunk)
 
 
@@ -305,7 +305,7 @@ def _backward_terms(region: RegionBytes, num_tokens: Any, rows: Any, *, stages: 
         after = larger(after, larger(_product_bytes(region) + scratch, region.added_bytes))
     chunk += _called(region.backward_peak, region.backward_results, after, region, rows) + _index_chunk(rows)
     if region.all_to_all is not None:
-        chunk = _with_clones(_backward_round, region, region.all_to_all, at_once, chunk, region.clones_backward)
+        chunk = _around(region, region.all_to_all, at_once, chunk, "backward")
     return _backward_terms_around(region, num_tokens, chunk)
 
 
@@ -320,74 +320,35 @@ def _backward_terms_around(region: RegionBytes, num_tokens: Any, chunk: Any) -> 
     }
 
 
-def _with_clones(
-    round_bytes: Callable[[RegionBytes, AllToAllSizes, int, int, int], int],
-    region: RegionBytes,
-    all_to_all: AllToAllSizes,
-    rows: int,
-    chunk: int,
-    clones: int,
+def _around(
+    region: RegionBytes, all_to_all: AllToAllSizes, rows: int, chunk: int, phase: Literal["forward", "backward"]
 ) -> int:
-    """The larger of a round in a step without clones and of one with them, where there may be some."""
-    staged_rows = all_to_all.staged_rows(rows)
-    alone = round_bytes(region, all_to_all, rows, staged_rows, chunk)
-    return (
-        max(alone, round_bytes(region, all_to_all, all_to_all.replicated_rows(rows), staged_rows, chunk) + clones)
-        if clones
-        else alone
-    )
-
-
-def _forward_round(region: RegionBytes, all_to_all: AllToAllSizes, rows: int, staged_rows: int, chunk: int) -> int:
-    """The chunk's bytes with what a round holds around it: the largest of sending, computing and returning."""
-    row = _beside_weight(region, region.hidden * region.item_bytes)
-    result = region.out_width * region.contribution_item_bytes
-    return _round(region, all_to_all, rows, staged_rows, chunk, [row], result, 0, region.out_width)
-
-
-def _backward_round(region: RegionBytes, all_to_all: AllToAllSizes, rows: int, staged_rows: int, chunk: int) -> int:
-    """As `_forward_round`. Gradients of the rows are written where those of their results came, if these are alike."""
-    grad, result = (region.out_width * region.out_item_bytes, region.hidden * region.item_bytes)
-    is_alike = (region.out_width, region.out_item_bytes) == (region.hidden, region.item_bytes)
-    row = _beside_weight(region, region.hidden * region.item_bytes)
-    returned = _beside_weight(region, result)
-    arrived = [row, returned if is_alike else grad]
-    return _round(
-        region, all_to_all, rows, staged_rows, chunk, arrived, returned, returned if is_alike else 0, region.hidden
-    )
-
-
-def _round(
-    region: RegionBytes,
-    all_to_all: AllToAllSizes,
-    rows: int,
-    staged_rows: int,
-    chunk: int,
-    arrived: Sequence[int],
-    returned: int,
-    shared: int,
-    width: int,
-) -> int:
-    """Bytes of a round and its chunk.
-
-    Args:
-        region, all_to_all: whose rows travel, and how.
-        rows: of the round.
-        staged_rows: rows that a rank stages at a time.
-        chunk: bytes of a chunk's working set.
-        arrived: bytes of a row in each buffer that comes.
-        returned: bytes of a row's result; `shared` of them lie where something came.
-        width: of the rows that results are added to.
+    """Return the chunk's bytes with what a round of so many rows holds around it: the most of sending, computing and
+    returning, in a step without clones or in one with them, where there may be some.
     """
-    row, index = sum(arrived), 4
-    staged = ALL_TO_ALLS_IN_FLIGHT * staged_rows
+    row = _beside_weight(region, region.hidden * region.item_bytes)  # as it arrives, and its gradient as it returns
+    if phase == "forward":
+        arrived, returned, shared = row, region.out_width * region.contribution_item_bytes, 0
+        clones, width = region.clones_forward, region.out_width
+    else:  # gradients of the rows are written where those of their results came, if these are alike
+        is_alike = (region.out_width, region.out_item_bytes) == (region.hidden, region.item_bytes)
+        arrived = row + (row if is_alike else region.out_width * region.out_item_bytes)
+        returned, shared = row, row if is_alike else 0
+        clones, width = region.clones_backward, region.hidden
+    staged_rows = all_to_all.staged_rows(rows)
+    staged, index = ALL_TO_ALLS_IN_FLIGHT * staged_rows, 4
     places = 3 * 8  # of the rows of one all-to-all or round, while they are made
-    ahead = (all_to_all.num_received - 1) * (rows * row + staged * (row + places))
-    sending = rows * row + staged * (row + places)
-    computing = rows * (row + returned - shared) + max(rows * (index + places), rows * index + chunk)
     added = width * (region.accumulator_item_bytes + 4)  # in the accumulator's precision, rows beside each other
-    returning = rows * returned + staged * (returned + places) + staged_rows * added
-    return max(sending, ahead + computing, ahead + returning)
+
+    def round_bytes(rows: int) -> int:
+        sending = rows * arrived + staged * (arrived + places)
+        ahead = (all_to_all.num_received - 1) * sending
+        computing = rows * (arrived + returned - shared) + max(rows * (index + places), rows * index + chunk)
+        returning = rows * returned + staged * (returned + places) + staged_rows * added
+        return max(sending, ahead + computing, ahead + returning)
+
+    alone = round_bytes(rows)
+    return max(alone, round_bytes(all_to_all.replicated_rows(rows)) + clones) if clones else alone
 
 
 def _beside_weight(region: RegionBytes, row_bytes: int) -> int:

@@ -12,9 +12,10 @@ A wrapper in another form (C++, partitions for CUDA graphs) is answered with Non
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,6 +44,10 @@ _SAVED_ARGUMENT = 8  # of the latter: what the former saved
 _PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _ROUNDINGS = {"math.floor": sympy.floor, "math.ceil": sympy.ceiling}
+_OPERATIONS: dict[type[ast.operator], Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
 _REDUCTIONS = ("sum", "prod", "amin", "amax", "any")
 _SOURCES = re.compile(r"# Topologically Sorted Source Nodes: \[([^]]+)\]")
 _CUDA_BLOCK = 512  # CUDACachingAllocator rounds every request up to this
@@ -282,15 +287,17 @@ class _Reader:
             elif function in _FINDING:
                 self._mark_saved(self._listed(call.args[_SAVED_ARGUMENT]), _texts(call))
             if _PHASES.get(function) == "backward":
-                _number(self._held[name], _texts(call)[0])
+                for place, storage in enumerate(self._held[name]):
+                    storage.allocation = replace(storage.allocation, result_of=(_texts(call)[0], place))
             if op.scratch:
                 self._hold_here(f"scratch of {label}", op.scratch)
             if function in _PHASES:
                 self._calls.append(call_of(self._position, _PHASES[function], _texts(call)))
         elif (reduced := _reduced(call)) is not None:
-            self._hold(name, [self._new(name, reduced.result)])
-            if reduced.converted is not None:
-                self._hold_here(f"sums of {name}", reduced.converted)
+            result, converted = reduced
+            self._hold(name, [self._new(name, result)])
+            if converted is not None:
+                self._hold_here(f"sums of {name}", converted)
         elif name.startswith("buf"):
             raise _Unreadable(f"{name} = {function}(...)")
 
@@ -379,11 +386,6 @@ class _Reader:
                 storage.allocation = replace(storage.allocation, stop=self._position)
 
 
-def _number(storages: Iterable[_Storage], region_id: str) -> None:
-    for place, storage in enumerate(storages):
-        storage.allocation = replace(storage.allocation, result_of=(region_id, place))
-
-
 def _requested(call: ast.Call, device_type: str) -> _Layout:
     sizes, strides, dtype = call.args[:3]
     named = getattr(torch, ast.unparse(dtype).removeprefix("torch."))
@@ -396,17 +398,12 @@ def _sizes(numbers: ast.expr) -> list[sympy.Expr]:
     return [_sized(size) for size in numbers.elts]
 
 
-@dataclass(frozen=True)
-class _Reduced:
-    """Bytes of what a reduction leaves, and of the sums in fp32 that this was converted from, if it was."""
-
-    result: sympy.Expr
-    converted: sympy.Expr | None
-
-
-def _reduced(call: ast.Call) -> _Reduced | None:
+def _reduced(call: ast.Call) -> tuple[sympy.Expr, sympy.Expr | None] | None:
     """The last step of a reduction that a CUDA kernel leaves to the wrapper, in parts that stand in a workspace:
     `workspace[start : stop].view(parts, n).sum(dim=0).view([...]).to(torch.bfloat16)`, of which the last two may miss.
+
+    Returns:
+        Bytes of what it leaves, and of the sums in fp32 that this was converted from, if it was; None for other calls.
     """
     methods: list[tuple[str, ast.Call]] = []
     value: ast.expr = call
@@ -422,8 +419,8 @@ def _reduced(call: ast.Call) -> _Reduced | None:
     sums = _rounded(count * torch.float32.itemsize, "cuda")
     dtypes = [ast.unparse(method.args[0]).removeprefix("torch.") for name, method in methods if name == "to"]
     if not dtypes:
-        return _Reduced(sums, None)
-    return _Reduced(_rounded(count * getattr(torch, dtypes[-1]).itemsize, "cuda"), sums)
+        return sums, None
+    return _rounded(count * getattr(torch, dtypes[-1]).itemsize, "cuda"), sums
 
 
 def _sized(node: ast.expr) -> sympy.Expr:
@@ -435,19 +432,9 @@ def _sized(node: ast.expr) -> sympy.Expr:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_sized(node.operand)
     if isinstance(node, ast.BinOp):
-        left, right = _sized(node.left), _sized(node.right)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if isinstance(node.op, ast.Sub):
-            return left - right
-        if isinstance(node.op, ast.Mult):
-            return left * right
-        if isinstance(node.op, ast.FloorDiv):
-            return sympy.floor(left / right)
-        if isinstance(node.op, ast.Div):
-            return left / right
-        if isinstance(node.op, ast.Pow):
-            return left**right
+        operation = _OPERATIONS.get(type(node.op))
+        if operation is not None:
+            return operation(_sized(node.left), _sized(node.right))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
         function = sympy.Max if node.func.id == "max" else sympy.Min
         return function(*(_sized(argument) for argument in node.args))

@@ -113,7 +113,14 @@ def run_head(
         if returned is not None:
             returned[start:stop].copy_(logits)
         total += _to_gradients(logits, labels, loss, mantissa if any(wanted) else None, kernel)
-        _add_chunk(results, logits, hidden, inputs.weight, slice(start, stop), wanted, is_first=start == bounds[0][0])
+        is_added = start > bounds[0][0]
+        if wanted[0] or wanted[1]:
+            hidden_place = results.hidden[start:stop] if wanted[0] else None
+            weight_place = results.weight if wanted[1] else None
+            _multiply(hidden_place, weight_place, logits, hidden, inputs.weight, is_added=is_added)
+        if wanted[2]:
+            bias_grad = logits.sum(0, dtype=torch.float32)
+            results.bias.add_(bias_grad) if is_added else results.bias.copy_(bias_grad)
     results.loss.copy_(total / divisor)
     return results
 
@@ -177,27 +184,6 @@ def _block_to_gradients(
         if logits.data_ptr() != block.data_ptr():
             block.copy_(logits)
     return losses.sum()
-
-
-def _add_chunk(
-    results: HeadResults,
-    gradients: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rows: slice,
-    wanted: tuple[bool, bool, bool],
-    *,
-    is_first: bool,
-) -> None:
-    """Write a chunk's gradient of hidden; set those of weight and bias in the first chunk, add to them later."""
-    wants_hidden, wants_weight, wants_bias = wanted
-    if wants_hidden or wants_weight:
-        hidden_place = results.hidden[rows] if wants_hidden else None
-        weight_place = results.weight if wants_weight else None
-        _multiply(hidden_place, weight_place, gradients, hidden, weight, is_added=not is_first)
-    if wants_bias:
-        bias_grad = gradients.sum(0, dtype=torch.float32)
-        results.bias.copy_(bias_grad) if is_first else results.bias.add_(bias_grad)
 
 
 def _multiply(

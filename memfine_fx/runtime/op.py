@@ -173,15 +173,8 @@ def _grouped(flat: Sequence[ItemT], region: LiveRegion) -> list[tuple[ItemT, ...
 
 
 @experts.register_fake
-def _(
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    order: torch.Tensor,
-    offsets: torch.Tensor,
-    params: list[torch.Tensor],
-    region_id: str,
-) -> torch.Tensor:
-    return _empty_output(hidden, region_id)
+def _(hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+    return _empty_output(hidden, region_id=others[-1])
 
 
 def _empty_output(hidden: torch.Tensor, region_id: str) -> torch.Tensor:
@@ -240,7 +233,7 @@ def _backward(
 
 
 @experts_backward.register_fake
-def _(
+def _empty_gradients(
     grad: torch.Tensor,
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
@@ -249,12 +242,7 @@ def _(
     params: list[torch.Tensor],
     region_id: str,
     wanted: list[bool],
-) -> list[torch.Tensor]:
-    return _empty_gradients(hidden, weight, params, wanted)
-
-
-def _empty_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor | None, params: list[torch.Tensor], wanted: list[bool]
+    *saved_as: Any,
 ) -> list[torch.Tensor]:
     like = [hidden, weight, *params]
     contiguous = [True, True, *[False] * len(params)]
@@ -323,19 +311,9 @@ def experts_saving(
 
 
 @experts_saving.register_fake
-def _(
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    order: torch.Tensor,
-    offsets: torch.Tensor,
-    params: list[torch.Tensor],
-    region_id: str,
-    wanted: list[bool],
-    policy: str,
-    num_rows: int,
-) -> list[torch.Tensor]:
-    saved = _room(hidden, weight, region_id, wanted, policy, num_rows)
-    return [_empty_output(hidden, region_id), *saved.tensors]
+def _(hidden: torch.Tensor, weight: torch.Tensor | None, *others: Any) -> list[torch.Tensor]:
+    _, _, _, region_id, *saving = others
+    return [_empty_output(hidden, region_id), *_room(hidden, weight, region_id, *saving).tensors]
 
 
 @torch.library.custom_op(
@@ -365,20 +343,7 @@ def experts_backward_saved(
     return _backward(grad, _routed(hidden, weight, order, offsets, params, region_id), region_id, wanted, saved_rows)
 
 
-@experts_backward_saved.register_fake
-def _(
-    grad: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    order: torch.Tensor,
-    offsets: torch.Tensor,
-    params: list[torch.Tensor],
-    region_id: str,
-    wanted: list[bool],
-    saved: list[torch.Tensor],
-    policy: str,
-) -> list[torch.Tensor]:
-    return _empty_gradients(hidden, weight, params, wanted)
+experts_backward_saved.register_fake(_empty_gradients)
 
 
 def _room(

@@ -33,7 +33,7 @@ import memfine_fx.runtime.head  # noqa: F401  # registers the op
 from memfine_fx.config import Config
 from memfine_fx.passes.dataflow import is_only_asserted, tensor_of
 from memfine_fx.passes.head.find import as_made, find_heads, reads_sizes
-from memfine_fx.passes.lower.region import Call, recording
+from memfine_fx.passes.lower.region import Call, erase_with_users, recording
 from memfine_fx.passes.ops import target_name
 from memfine_fx.records import Refusal
 from memfine_fx.records.heads import HeadRegion, ReturnedLogits
@@ -85,8 +85,7 @@ def lower_head(graph_module: fx.GraphModule, head: HeadRegion, region_id: str) -
     _replace_results(graph, head.results, logits)
     casts = set(head.results) - set(head.nodes)
     for node in (*casts, *reversed(head.nodes)):
-        _erase_readers_of_sizes(node)
-        graph.erase_node(node)
+        erase_with_users(node)  # whose last users assert the sizes of what goes away
     graph.lint()
     graph_module.recompile()
 
@@ -125,14 +124,6 @@ def _replace_results(graph: fx.Graph, results: Sequence[fx.Node], logits: Mappin
         output.args = fx.map_arg(output.args, lambda node: replacements.get(node, node))
     for node in set(replacements) - set(results):
         graph.erase_node(node)
-
-
-def _erase_readers_of_sizes(node: fx.Node) -> None:
-    """Assertions about sizes of what goes away."""
-    for user in list(node.users):
-        if user in node.users:
-            _erase_readers_of_sizes(user)
-            node.graph.erase_node(user)
 
 
 def take_apart(graph_module: fx.GraphModule, config: Config, given_up: Collection[fx.Node]) -> list[ReturnedLogits]:

@@ -45,7 +45,8 @@ def split_low_rank(expert_fn: fx.GraphModule) -> int:
         if product.target is not aten.mm.default:
             continue
         rows, matrix = product.args
-        if not _has_low_rank_term(matrix) or not _pays(matrix):
+        has_sum = any(node.target is aten.add.Tensor for node in _made_of(matrix))
+        if not has_sum or not _products(matrix) or not _pays(matrix):
             continue
         with graph.inserting_before(product):
             terms = _Product(graph, rows).with_matrix(matrix, is_turned=False)
@@ -55,11 +56,6 @@ def split_low_rank(expert_fn: fx.GraphModule) -> int:
         graph.eliminate_dead_code()
         expert_fn.recompile()
     return num_split
-
-
-def _has_low_rank_term(matrix: fx.Node) -> bool:
-    """Whether a matrix is a sum with a product of two others among its terms."""
-    return any(node.target is aten.add.Tensor for node in _made_of(matrix)) and bool(_products(matrix))
 
 
 def _products(matrix: fx.Node) -> list[fx.Node]:

@@ -24,7 +24,7 @@ from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_map
 from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size, tensor_of
 from memfine_fx.records import Cut, MoERegion
 
-__all__ = ["lower_region", "recording"]
+__all__ = ["Call", "erase_with_users", "lower_region", "recording"]
 
 
 def lower_region(
@@ -197,13 +197,14 @@ def _erase_assertions(cut: Cut) -> None:
         # Erasing one assertion may take others with it, so the list is looked up again.
         for user in list(node.users):
             if user in node.users and user not in inside and is_only_asserted(user):
-                _erase_with_users(user)
+                erase_with_users(user)
 
 
-def _erase_with_users(node: fx.Node) -> None:
+def erase_with_users(node: fx.Node) -> None:
+    """Erase a node and all that is computed of it."""
     for user in list(node.users):
         if user in node.users:  # else it went with another
-            _erase_with_users(user)
+            erase_with_users(user)
     node.graph.erase_node(node)
 
 

@@ -20,13 +20,14 @@ it. A saved tensor has one row for each routed row and is contiguous; any other 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from memfine_fx.compat.operators import is_view, op_name
+from memfine_fx.passes.dataflow import computed_from
 from memfine_fx.passes.ops import TRANSPOSES, name_of
 from memfine_fx.passes.tracing import TracedFunction, is_transpose
 from memfine_fx.records import SavePolicy
@@ -103,7 +104,7 @@ def nodes_to_save(joint: fx.Graph, policy: SavePolicy) -> list[fx.Node]:
     """Return the nodes that the choice `policy` saves, in graph order."""
     dependent = _dependents(joint)
     free = [node for node in joint.nodes if node.op == "call_function" and node not in dependent]
-    wanted = _ancestors(_results(joint)[1:])
+    wanted = computed_from(_results(joint)[1:])
     products = list(dict.fromkeys(_sum_of(node) for node in free if _is_matmul(node) and node in wanted))
     if policy == "projections":
         return [node for node in free if node in products]
@@ -143,24 +144,9 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in results if isinstance(node, fx.Node)]
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    reached: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            pending.extend(node.all_input_nodes)
-    return reached
-
-
 def _is_matmul(node: fx.Node) -> bool:
-    name = _name(node)
+    name = op_name(node.target)
     return name in ("mm", "addmm", "bmm", "baddbmm") or "grouped_mm" in name
-
-
-def _name(node: fx.Node) -> str:
-    return op_name(node.target)
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -174,14 +160,11 @@ def _saved_tensor(node: fx.Node, joint: TracedFunction) -> SavedTensor | None:
     if not isinstance(value, torch.Tensor) or value.ndim < 1 or not value.is_contiguous():
         return None
     # Only what has one row a routed row can be cut to the rows of a chunk.
-    rows, *rest = (size.node.expr if isinstance(size, torch.SymInt) else size for size in _sizes(value))
+    sizes: Sequence[Any] = value.shape
+    rows, *rest = (size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
     if rows != joint.rows or not all(isinstance(size, int) for size in rest):
         return None
     return SavedTensor(tuple(rest), value.dtype)
-
-
-def _sizes(value: torch.Tensor) -> Sequence[Any]:
-    return value.shape
 
 
 def matmul_flops_per_row(graph: fx.Graph) -> int:
@@ -191,7 +174,7 @@ def matmul_flops_per_row(graph: fx.Graph) -> int:
 
 def _flops_per_row(node: fx.Node) -> int:
     """2 x inner x width of a matmul whose result has a row for each routed row."""
-    left = node.args[1] if "add" in _name(node) else node.args[0]
+    left = node.args[1] if "add" in op_name(node.target) else node.args[0]
     assert isinstance(left, fx.Node)
     inner = int(left.meta["val"].shape[-1])
     return 2 * inner * math.prod(int(size) for size in node.meta["val"].shape[1:])
@@ -204,7 +187,7 @@ def _extracted(joint: TracedFunction, inputs: Sequence[fx.Node], results: Sequen
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta.update(node.meta)
-    needed = _reached(results, set(inputs))
+    needed = computed_from(results, set(inputs).__contains__)
     for node in joint.graph_module.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -212,15 +195,3 @@ def _extracted(joint: TracedFunction, inputs: Sequence[fx.Node], results: Sequen
     module = fx.GraphModule(joint.graph_module, graph)
     fakes = tuple(node.meta["val"] for node in inputs)
     return TracedFunction(module, joint.fake_mode, fakes, joint.rows, joint.groups)
-
-
-def _reached(results: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
-    """Return the results and the nodes that they are computed from, back to `stops`, which are left out."""
-    reached: set[fx.Node] = set()
-    pending = [node for node in results if node not in stops]
-    while pending:
-        node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            pending.extend(source for source in node.all_input_nodes if source not in stops)
-    return reached

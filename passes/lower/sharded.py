@@ -26,7 +26,7 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.expert_parallel.groups import registered
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.sharded import ShardedExperts
-from memfine_fx.passes.dataflow import node_value, provenance, static_size, tensor_of
+from memfine_fx.passes.dataflow import computed_from, node_value, provenance, static_size, tensor_of
 from memfine_fx.passes.lower.region import recording
 from memfine_fx.passes.ops import target_name
 from memfine_fx.records import MoERegion, ParamKind, Refusal
@@ -204,7 +204,7 @@ def _slice_of(node: fx.Node, kind: ParamKind, region: MoERegion, owned: range) -
         CannotChunk: it is trained, and each rank would have the gradient of its own rows alone; or it is made of tables
             that are shared out.
     """
-    if tensor_of(node).requires_grad or _is_gathered(node):
+    if tensor_of(node).requires_grad or any(source.target in _WHOLES for source in computed_from([node])):
         raise CannotChunk(
             Reason.SHARDED, "experts are sharded, but this parameter of theirs is computed from whole tables", node
         )
@@ -212,18 +212,6 @@ def _slice_of(node: fx.Node, kind: ParamKind, region: MoERegion, owned: range) -
         return node
     with recording(node.graph, region.cut.exit) as call:
         return call(torch.ops.aten.slice.Tensor, node, 0, owned.start, owned.stop)
-
-
-def _is_gathered(node: fx.Node) -> bool:
-    """Whether ranks' parts are in a tensor."""
-    pending, visited = [node], set()
-    while pending:
-        current = pending.pop()
-        if current.target in _WHOLES:
-            return True
-        pending += [source for source in current.all_input_nodes if source not in visited]
-        visited.update(current.all_input_nodes)
-    return False
 
 
 def drop_unread_tables(graph_module: fx.GraphModule) -> None:

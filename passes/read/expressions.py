@@ -21,7 +21,7 @@ from torch import fx
 
 from memfine_fx.compat.tensors import tree_flatten, tree_leaves
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import is_same_view, node_value, static_size
+from memfine_fx.passes.dataflow import computed_from, is_same_view, node_value, static_size
 from memfine_fx.passes.read.values import LoopIteration
 from memfine_fx.records import ParamKind
 
@@ -121,7 +121,7 @@ class Expressions:
 
     def inputs_of(self, result: fx.Node) -> dict[fx.Node, Input]:
         """The placeholders that an expression reads, in the order in which they were met."""
-        reached = set(_reached(result))
+        reached = computed_from([result])
         return {node: origin for origin, node in self._inputs.items() if node in reached}
 
     def is_of_one_expert(self, result: fx.Node) -> bool:
@@ -203,7 +203,7 @@ class Expressions:
             params += name.startswith("param")
             env[source] = graph.placeholder(name)
             env[source].meta["outer"] = source.meta["input"].outer
-        reached = set(_reached(result))
+        reached = computed_from([result])
         # Copies share this graph; what other copies wrote is unreached and stays behind.
         for node in self._graph.nodes:
             if node.op == "call_function" and node is not self._anchor and node in reached:
@@ -213,17 +213,6 @@ class Expressions:
 
 
 _UNWRAP = (aten.squeeze.dim, aten.select.int)
-
-
-def _reached(result: fx.Node) -> Iterator[fx.Node]:
-    pending, visited = [result], {result}
-    while pending:
-        node = pending.pop()
-        yield node
-        for source in node.all_input_nodes:
-            if source not in visited:
-                visited.add(source)
-                pending.append(source)
 
 
 def _param(members: list[Input], roles: set[Role], outers: tuple[fx.Node, ...], node: fx.Node) -> Param:

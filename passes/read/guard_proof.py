@@ -16,6 +16,7 @@ from memfine_fx.compat.tensors import FakeTensor
 from memfine_fx.errors import GuardRefused
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import (
+    computed_from,
     has_unbacked_shape,
     node_value,
     provenance,
@@ -370,14 +371,8 @@ class GuardProof:
 
     def _computed_for(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes of the body that a node is computed from, in graph order."""
-        pending, nodes = [node], {node}
-        while pending:
-            sources = [
-                source for source in pending.pop().all_input_nodes if source in self._inside and source not in nodes
-            ]
-            nodes.update(sources)
-            pending += sources
-        return sorted(nodes, key=self._flow.position.__getitem__)
+        sources = computed_from(node.all_input_nodes, lambda source: source not in self._inside)
+        return sorted({node, *sources}, key=self._flow.position.__getitem__)
 
     def _has_rows(self) -> fx.Node:
         """A truth [] that says whether the body's condition runs it, from what it measures."""

@@ -8,7 +8,7 @@ not be followed; a decision whose layer repeats one that was read is not walked 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,20 +23,20 @@ from memfine_fx.passes.dataflow import (
     node_value,
     provenance,
     refusal_of,
+    static_size,
 )
 from memfine_fx.passes.modes import Modes, modes_at
 from memfine_fx.passes.ops import CASTS, GROUPED_MATMULS, LAYOUTS, LOOKUPS, MATMULS, base_name_of, name_of, target_name
 from memfine_fx.passes.read.equal import repeated
-from memfine_fx.passes.read.expressions import RowsDiffer
+from memfine_fx.passes.read.expressions import Input, RowsDiffer
 from memfine_fx.passes.read.extraction import NoExperts, region_of_rows, region_of_slots
-from memfine_fx.passes.read.frame import Frame
+from memfine_fx.passes.read.frame import Frame, Slots
 from memfine_fx.passes.read.masked_ids import move_masks_into_ids
 from memfine_fx.passes.read.reader import Reader
 from memfine_fx.passes.read.removable import check_removable
 from memfine_fx.passes.read.rules import rule_of
 from memfine_fx.passes.read.seeds import frames_of, given_sources, is_given, is_router, masked, reframed, seeds_of
 from memfine_fx.passes.read.sinking import behind_views, is_parameter_view
-from memfine_fx.passes.read.slots import SlotReader
 from memfine_fx.passes.read.tables import move_tables
 from memfine_fx.passes.read.unmatched import (
     chooses_for_sequences,
@@ -46,6 +46,7 @@ from memfine_fx.passes.read.unmatched import (
     unknown_routers,
     unmatched_router,
 )
+from memfine_fx.passes.read.values import Rows
 from memfine_fx.records import MoERegion, Refusal
 
 __all__ = ["read_regions"]
@@ -318,3 +319,68 @@ def _where(body: _Body, reader: Reader) -> fx.Node:
     """The first expert, or where reading began."""
     experts = _expert_nodes(body, reader)
     return experts[0] if experts else reader.frame.index
+
+
+class SlotReader(Reader):
+    """Reads what experts do with the slots [...,E,...,H] that one routing decision fills.
+
+    A capacity model counts tokens against each other, so what fills the slots is no function of one row and stays
+    outside, whatever it is. The walk begins where that tensor meets the experts, and ends with their last results that
+    stand in the same slots; everything between is read by the same rules as routed rows.
+    """
+
+    _reached: Set[fx.Node] = frozenset()
+    _last: tuple[fx.Node, Rows] | None = None
+
+    def read_slots(self, reached: Set[fx.Node], later: set[fx.Node]) -> tuple[fx.Node, Rows] | None:
+        """Walk until one of the `later` routing decisions, or the graph's end.
+
+        Args:
+            reached: the nodes that the routing decision reaches.
+
+        Returns:
+            The last of the experts' results that stand in the same slots, and what they are.
+        """
+        self._reached = reached
+        self._end = min(map(self.flow.position.__getitem__, later), default=self._end)
+        self._form.reading(self._walk)
+        return self._last
+
+    def _walk(self) -> None:
+        for node in list(self.flow.graph.nodes)[: self._end]:
+            if node not in self._reached:
+                continue
+            if self.slots is None:
+                self._place_slots(node)
+            is_call = node.op in ("call_function", "call_method")
+            if is_call and self.slots is not None and any(map(self._is_active, node.all_input_nodes)):
+                self._run(node)
+
+    def _settle(self, node: fx.Node, *, is_pulled: bool = False) -> None:
+        super()._settle(node, is_pulled=is_pulled)
+        for tensor in self._results_of(node):
+            value = self._value_of(tensor, node)
+            is_slots = isinstance(value, Rows) and self.slots is not None and value.labels is self.slots.labels
+            if is_slots and value.is_dispatched and node in self.expert_nodes:
+                self._last = node, value
+
+    def _place_slots(self, node: fx.Node) -> None:
+        """Set the slots where experts' weights meet a tensor that the routing fills, or it is taken apart by expert."""
+        for source in node.all_input_nodes:
+            dim = self._sinking.expert_dim(node, source) if self._is_filled(source) else None
+            if dim is None:
+                continue
+            (tensor,) = self._form.tensors(self._form.result(source))
+            self.slots = Slots(source, dim, tuple(tensor.shape))
+            self.num_experts = static_size(tensor.shape[dim])
+            expr = self.expressions.input(Input("rows", source))
+            self._give_tensor(tensor, Rows(self.slots.labels, expr, is_dispatched=True))
+            return
+
+    def _is_filled(self, node: fx.Node) -> bool:
+        """Whether the routing reaches a tensor, or something that is written into it."""
+        root = self.flow.root(node)
+        return node in self._reached or any(
+            mutation in self._reached and root in map(self.flow.root, targets)
+            for mutation, targets in self.flow.mutations.items()
+        )

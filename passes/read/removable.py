@@ -17,6 +17,7 @@ from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import (
     Dataflow,
+    computed_from,
     is_float_tensor,
     is_only_asserted,
     node_value,
@@ -62,14 +63,11 @@ def _leaves_without_gradient(region: MoERegion) -> bool:
     if not region.stops:
         return False
     graph = region.expert_fn.graph_module.graph
-    reached: set[fx.Node] = set()
-    pending = list(graph.output_node().all_input_nodes)
-    while pending:
-        node = pending.pop()
-        is_stop = node.target is torch.ops.aten.view.dtype and not node.args[1].is_floating_point  # type: ignore[union-attr]
-        if node not in reached and not is_stop:
-            reached.add(node)
-            pending.extend(node.all_input_nodes)
+
+    def is_stop(node: fx.Node) -> bool:
+        return node.target is torch.ops.aten.view.dtype and not node.args[1].is_floating_point  # type: ignore[union-attr]
+
+    reached = computed_from(graph.output_node().all_input_nodes, is_stop)
     # Arguments of an expert function: rows, then the weight if there is one, then parameters.
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = iter(region.params)

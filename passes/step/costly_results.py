@@ -23,6 +23,7 @@ from memfine_fx.compat.bitsandbytes import LINEAR_4BIT
 from memfine_fx.compat.operators import OpOverload, qualified_name, viewed_arguments
 from memfine_fx.compat.settings import RECOMPUTED_POINTWISE
 from memfine_fx.memory.step import GraphStep
+from memfine_fx.passes.dataflow import computed_from
 
 __all__ = [
     "CostlyResult",
@@ -57,7 +58,8 @@ def costly_results(joint: fx.Graph, num_forward_outputs: int) -> list[CostlyResu
     Results of the last layer (after the last but one region) come first: its backward begins at once, so saving
     them adds next to nothing to the peak. Then by FLOPs per byte; later ones first among equals.
     """
-    forward = _forward_nodes(joint, num_forward_outputs)
+    reached = computed_from(_forward_outputs(joint, num_forward_outputs))
+    forward = [node for node in joint.nodes if node in reached]
     experts = [node for node in forward if node.target is torch.ops.memfine.experts.default]
     order = {node: place for place, node in enumerate(joint.nodes)}
     last_layer = order[experts[-2]] if len(experts) > 1 else -1
@@ -92,17 +94,6 @@ def _returned_nodes(joint: fx.Graph, num_forward_outputs: int) -> set[fx.Node]:
         viewed = viewed_arguments(node.target) if isinstance(node.target, OpOverload) else []
         pending += [node.args[place] for place in viewed[:1] if place is not None]
     return returned
-
-
-def _forward_nodes(joint: fx.Graph, num_forward_outputs: int) -> list[fx.Node]:
-    reached: set[fx.Node] = set()
-    pending = _forward_outputs(joint, num_forward_outputs)
-    while pending:
-        node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            pending.extend(node.all_input_nodes)
-    return [node for node in joint.nodes if node in reached]
 
 
 def is_attention(node: fx.Node) -> bool:

@@ -44,7 +44,6 @@ from memfine_fx.compat import (
     bitsandbytes,
     checks,
     chunking,
-    distributed,
     dynamo,
     effects,
     functional,
@@ -58,7 +57,6 @@ from memfine_fx.compat import (
     settings,
     shapes,
     tensors,
-    traces,
     transformers,
 )
 from memfine_fx.compat.checks import Feature
@@ -121,7 +119,7 @@ BREAKS: dict[Feature, Break] = {
     autograd.PROFILER: lacking(torch.autograd.profiler, "_is_profiler_enabled"),
     chunking.GRAPHS: without_module("memfine_fx.compat.operators"),
     **{setting: lacking_option(setting) for setting in SETTINGS},
-    distributed.IGNORED_BY_DDP: having(DistributedDataParallel, _ignores, staticmethod(lambda module, names: None)),
+    nn.IGNORED_BY_DDP: having(DistributedDataParallel, _ignores, staticmethod(lambda module, names: None)),
     dynamo.GRAPH_BREAKS: having(
         dynamo, "_utils", lambda: types.SimpleNamespace(counters=collections.defaultdict(collections.Counter))
     ),
@@ -149,7 +147,7 @@ BREAKS: dict[Feature, Break] = {
     peft.MAGNITUDES: without_module("peft"),
     peft.WRAPPERS: without_module("peft"),
     shapes.HINTS: having(ShapeEnv, "backed_var_to_val", property(lambda env: {}, lambda env, values: None)),
-    traces.RECORDS: lacking(torch._logging._internal, "trace_structured"),
+    dynamo.RECORDS: lacking(torch._logging._internal, "trace_structured"),
     transformers.RECORDERS: lambda patch: patch.setitem(
         sys.modules, "transformers.utils.output_capturing", types.ModuleType("output_capturing")
     ),
@@ -267,7 +265,7 @@ ESSENTIAL = [
 OPTIONAL = [
     (autograd.SAVED_TENSOR_HOOKS, "eager"),
     (autograd.PROFILER, "eager"),
-    (traces.RECORDS, "eager"),
+    (dynamo.RECORDS, "eager"),
     (settings.CAPTURE_FLAGS, "eager"),
     (settings.AUTOGRAD_CACHE, "aot_eager"),
     (functorch.DONATED, "aot_eager"),
@@ -339,7 +337,7 @@ def test_a_second_backward_is_refused_where_donated_tensors_cannot_be_told(monke
 
 
 def test_experts_are_not_sharded_where_ddp_would_average_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(checks._failures, distributed.IGNORED_BY_DDP.name, "broken on purpose")
+    monkeypatch.setitem(checks._failures, nn.IGNORED_BY_DDP.name, "broken on purpose")
     model = MixtralMoE(MixtralConfig(8, 6, num_experts=4, spelling="gathered"))
     ranks: Any = None
     with pytest.warns(CompatibilityWarning), pytest.raises(MemfineError, match="average different experts"):

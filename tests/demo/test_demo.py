@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memfine_fx.demo import runner
-from memfine_fx.demo.chart import draw_memory, stretch_time
+from memfine_fx.demo.runner import draw_memory, stretch_time
 from memfine_fx.demo.training import MODES, DemoSizes, ModeResult
 
 MIB = 2**20

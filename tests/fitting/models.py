@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memfine_fx.compat.tensors import FakeTensorMode
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 
 
 def fake_mode() -> FakeTensorMode:

@@ -84,17 +84,17 @@ def test_an_unknown_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         memfine_fx.fit("no_such_family")
 
 
-def test_a_config_file_without_a_model_type_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (dict(hidden_size=8), "lacks the field 'model_type'"),
+        (dict(model_type="no_such_moe"), "model_type='no_such_moe' is none of transformers"),
+    ],
+)
+def test_a_config_file_of_no_known_family_says_so(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="lacks the field 'model_type'"):
-        memfine_fx.fit(str(tmp_path))
-
-
-def test_a_config_file_of_an_unknown_family_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_moe"}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="model_type='no_such_moe' is none of transformers"):
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ConfigError, match=named):
         memfine_fx.fit(str(tmp_path))
 
 
@@ -185,6 +185,11 @@ def test_a_model_that_predicts_no_next_token_is_named() -> None:
         (dict(memory="eightyGB"), "memory='eightyGB' is not understood; expected an int of bytes, or text such as"),
         (dict(memory_budget=0.5), "memory_budget=0.5: there is no device"),
         (dict(device="tpu"), "device='tpu' is unknown"),
+        (dict(gpu="h9000"), "gpu='h9000' is unknown; known: t4, "),
+        (dict(gpu="h100", memory="80GiB"), "memory='80GiB' and gpu='h100': give one of them"),
+        (dict(fsdp=0), "fsdp=0 must be a positive int"),
+        (dict(accumulate=0), "accumulate=0 must be a positive int"),
+        (dict(fsdp=2, expert_parallel=2), "fsdp=2 with expert_parallel=2: give one of them"),
     ],
 )
 def test_a_setup_that_cannot_be_is_named(given: dict[str, Any], named: str) -> None:
@@ -287,21 +292,6 @@ def test_the_command_answers_and_says_by_its_status_whether_it_fits(
     assert shown["line"] == 'memfine_fx.optimize(model, memory_budget="64MiB")'
     assert shown["longest_seq"] > 64
     assert len(shown["chunked"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (dict(gpu="h9000"), "gpu='h9000' is unknown; known: t4, "),
-        (dict(gpu="h100", memory="80GiB"), "memory='80GiB' and gpu='h100': give one of them"),
-        (dict(fsdp=0), "fsdp=0 must be a positive int"),
-        (dict(accumulate=0), "accumulate=0 must be a positive int"),
-        (dict(fsdp=2, expert_parallel=2), "fsdp=2 with expert_parallel=2: give one of them"),
-    ],
-)
-def test_a_device_or_ranks_that_cannot_be_are_named(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        memfine_fx.fit(config_of(), **given)
 
 
 class Cut(torch.nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from transformers import DeepseekV2Config
 
 from memfine_fx.config import Config
-from memfine_fx.demo.model import ModelSizes
+from memfine_fx.demo.training import ModelSizes
 from memfine_fx.fitting.models import fake_model
 from memfine_fx.fitting.recording import UNIFORM_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.setup import Setup

@@ -17,7 +17,7 @@ from torch import nn
 import memfine_fx
 from memfine_fx.compat import checks
 from memfine_fx.compat.autograd import ACCUMULATED
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 from memfine_fx.errors import BudgetInfeasible, CompatibilityWarning
 from memfine_fx.memory.measure import MemoryTrace, trace_memory
 from memfine_fx.models.mixtral import MixtralConfig, MixtralMoE

@@ -14,7 +14,7 @@ import memfine_fx
 from memfine_fx.compiler import compiled_graph
 from memfine_fx.compiler.captured_graph import LoweredRegion
 from memfine_fx.compiler.sessions import sessions
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.plan import budget

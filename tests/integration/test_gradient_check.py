@@ -244,6 +244,14 @@ def test_what_a_library_makes_in_low_precision_is_not_rounded() -> None:
     assert not torch.equal(found.bfloat16().double(), found)
 
 
+def test_what_is_made_in_fp32_goes_on_in_fp64() -> None:
+    def third(x: torch.Tensor) -> torch.Tensor:
+        return x.long() / 1 / 3  # a quotient of integers is fp32
+
+    found = ExactRun(fx.symbolic_trace(third)).run(torch.ones(1, dtype=torch.float64))
+    assert found.tolist() == [1 / 3]
+
+
 class Sized(nn.Module):
     """Results are added to zeros of a `torch.Size` that is an input of the region where sizes are dynamic."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memfine_fx
 from memfine_fx.config import Config
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 from memfine_fx.errors import BudgetInfeasible
 from memfine_fx.memory.head_bytes import HeadBytes
 from memfine_fx.memory.measure import trace_memory

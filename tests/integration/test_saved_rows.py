@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memfine_fx
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.plan import budget
 from memfine_fx.plan.cost import DeviceRates

@@ -17,7 +17,7 @@ from memfine_fx.compiler import compiled_graph
 from memfine_fx.compiler.compiled_graph import CompiledGraph
 from memfine_fx.compiler.reporting import largest_chunk
 from memfine_fx.compiler.sessions import sessions
-from memfine_fx.demo.model import ModelSizes, build_causal_lm
+from memfine_fx.demo.training import ModelSizes, build_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.cost import DeviceRates

@@ -391,13 +391,13 @@ return (buf2, buf3, buf5)
     assert [found[place] - found[place + 1] for place in (4, 6, 10)] == [1000 - 60, 2000 - 64 - 256, 3000 - 256]
 
 
-def test_a_product_of_something_unknown_is_no_timeline() -> None:
-    source = HEAD + "    extern_kernels.mm(constant_1, constant_1, out=saved)\n    return (saved, )\n"
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "extern_kernels.mm(constant_1, constant_1, out=saved)\n    return (saved, )",  # a product of something unknown
+        "buf0 = workspace_0[0:4].view(2, 2).median(dim=0)\n    return (buf0, )",  # no known call upon part of a buffer
+    ],
+)
+def test_what_cannot_be_read_is_no_timeline(lines: str) -> None:
     with pytest.warns(CompatibilityWarning, match="cannot be read"):
-        assert read_wrapper(source, fx.Graph()) is None
-
-
-def test_other_calls_upon_a_part_of_a_buffer_are_not_guessed() -> None:
-    source = HEAD + "    buf0 = workspace_0[0:4].view(2, 2).median(dim=0)\n    return (buf0, )\n"
-    with pytest.warns(CompatibilityWarning, match="cannot be read"):
-        assert read_wrapper(source, fx.Graph()) is None
+        assert read_wrapper(f"{HEAD}    {lines}\n", fx.Graph()) is None

@@ -26,7 +26,7 @@ _PER_LAYER = 24
 _ROW = 2 * HIDDEN
 
 
-@dataclass
+@dataclass(eq=False)
 class DeepModel:
     """What plans ask of a session and of its only graph.
 

@@ -10,7 +10,8 @@ from memfine_fx.config import Config
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from memfine_fx.plan.budget import describe_budget
-from memfine_fx.plan.problem import problem_without_budget, run_of_plan, saving_nothing
+from memfine_fx.plan.problem import problem_within, problem_without_budget, run_of_plan, saving_nothing
+from memfine_fx.plan.rates import DeviceRates
 from memfine_fx.plan.solve import solve
 from tests.plan.deep_model import TOKENS, TOP_K, DeepModel, deep_model
 
@@ -25,18 +26,18 @@ def run_of(model: DeepModel, num_tokens: int, saved: frozenset[tuple[str, int, i
     return RunMemory(model.step, {str(TOKENS): num_tokens}, saved=saved)
 
 
+def peak(run: RunMemory, rows: int) -> int:
+    found = step_peak_bytes([run], lambda region_id, tokens: ChunkSize(rows))
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("rows", [1, 100, 2048])
 @pytest.mark.parametrize("num_tokens", [512, 4096, 16384, 65536])
 def test_a_deep_models_peak_stays_whatever_rows_its_experts_get(num_tokens: int, rows: int) -> None:
     model = deep_model(12, has_room=True)
     run = run_of(model, num_tokens)
-
-    def peak(run: RunMemory) -> int:
-        found = step_peak_bytes([run], lambda region_id, tokens: ChunkSize(rows))
-        assert found is not None
-        return found
-
-    assert peak(solved_without_budget(model.config, run)) <= peak(saving_nothing(run))
+    assert peak(solved_without_budget(model.config, run), rows) <= peak(saving_nothing(run), rows)
 
 
 def test_a_longer_sequence_keeps_less() -> None:
@@ -48,6 +49,22 @@ def test_a_longer_sequence_keeps_less() -> None:
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > shares[-1]
     assert shares[0] >= 11
+
+
+def test_more_bytes_keep_more_and_no_more_than_the_bytes_are_taken() -> None:
+    model = deep_model(6, has_room=True, memory_budget="20GiB")
+    run = run_of(model, 16384)
+    rates = DeviceRates(((32, 1e9), (512, 4e9)), copy_bytes=1e9, launch_seconds=1e-6)
+    least, most = peak(saving_nothing(run), 1), peak(run, 1)
+    kept = []
+    for available in range(least, most, (most - least) // 5):
+        problem = problem_within(model.config, run, available, 0, lambda: rates)
+        assert problem is not None
+        planned = run_of_plan(run, solve(problem))
+        assert peak(planned, 1) <= available
+        kept.append(sum(planned.num_saved_rows(region_id) for region_id in model.step.optional))
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
 
 
 @pytest.mark.parametrize(

@@ -167,14 +167,9 @@ def _bare(target: ast.expr) -> Iterator[str]:
 
 def _loads(node: ast.AST) -> frozenset[str]:
     """Return the names that a node may read; what it adds to in place is read too."""
-    loads = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)}
-    added = {
-        inner.target.id
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.AugAssign) and isinstance(inner.target, ast.Name)
-    }
-    deleted = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Del)}
-    return frozenset(loads | added | deleted)
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Store)]
+    added = [inner.target for inner in ast.walk(node) if isinstance(inner, ast.AugAssign)]
+    return frozenset(name.id for name in (*names, *added) if isinstance(name, ast.Name))
 
 
 def surely_bound_before(function: ast.FunctionDef, statement: ast.stmt) -> set[str]:

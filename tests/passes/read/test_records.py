@@ -351,6 +351,26 @@ def test_one_choice_indexed_by_the_permutation_itself_is_raised() -> None:
     assert raised(TopOneWithoutDivision()).dims.top_k == 1
 
 
+class TopOneLoop(TinyMoE):
+    """With one choice nothing is summed: each expert's results are put at its tokens, and the model ends there."""
+
+    def experts(self, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(NUM_EXPERTS):
+            tokens = torch.where(index[:, 0] == expert)[0]
+            rows = self.activation(hidden[tokens] @ self.up[expert]) @ self.down[expert]
+            out[tokens] = rows * weight[tokens]
+        return out
+
+
+def test_results_put_at_the_tokens_of_one_choice_are_the_end_of_a_region() -> None:
+    layer = TopOneLoop(top_k=1)
+    optimized = memfine_fx.optimize(copy.deepcopy(layer), config=Config(inner_backend="eager", rows_per_chunk=5))
+    assert_same_step(optimized, layer, {"hidden": hidden_states()})
+    (region,) = memfine_fx.report(optimized).regions
+    assert region.status == "chunked"
+
+
 @pytest.mark.parametrize(
     "make_zeros",
     [
