@@ -66,7 +66,7 @@ Call = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Kind:
-    """What runs in layers of one kind; lives as long as one of them.
+    """A kind of experts layer: layers that run one traced graph. It lives as long as one of them.
 
     Args:
         name: by which graphs call it; "" where none may.
@@ -102,17 +102,17 @@ def experts_in_graph(experts: torch.nn.Module, hidden: Tensor, index: Tensor, we
     arguments = [(tensor.dtype, tensor.device, tensor.shape[-1]) for tensor in (hidden, index, weight)]
     name = _name_of_kind(experts, arguments)
     if not name:
-        return experts_function("batched_mm")(experts, hidden, index, weight)
-    tensors = [*experts.parameters(), *experts.buffers()]
-    return call_traced(name, *tensors, hidden, index, weight)
+        return experts_function("grouped_mm")(experts, hidden, index, weight)
+    return call_traced(name, *_parameters_and_buffers(experts).values(), hidden, index, weight)
 
 
 def _name_of_kind(experts: torch.nn.Module, arguments: Sequence[tuple[torch.dtype, torch.device, int]]) -> str:
     """Return the name of a layer's kind, "" where a graph cannot call it."""
-    if is_parametrized(experts):
+    tensors = _tensors_of(experts)
+    if is_parametrized(experts) or tensors.keys() != _parameters_and_buffers(experts).keys():
         return ""
     like = [torch.empty((0, width), dtype=dtype, device=device) for dtype, device, width in arguments]
-    return _kind(experts, _tensors_of(experts), like).name
+    return _kind(experts, tensors, like).name
 
 
 torch.compiler.assume_constant_result(_name_of_kind)  # type: ignore[no-untyped-call]
@@ -247,15 +247,18 @@ def _session() -> Session:
     return _sessions[options]
 
 
-def _tensors_of(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
+def _tensors_of(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return parameters, buffers and attributes of a module and its parts that are tensors, by path."""
-    attributes = vars(module)
-    own = {**attributes["_parameters"], **attributes["_buffers"], **attributes}
-    tensors = {f"{prefix}{name}": value for name, value in own.items() if isinstance(value, Tensor)}
-    for name, part in attributes["_modules"].items():
-        if part is not None:
-            tensors |= _tensors_of(part, f"{prefix}{name}.")
+    tensors = _parameters_and_buffers(module)
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        tensors |= {f"{prefix}{name}": value for name, value in vars(part).items() if isinstance(value, Tensor)}
     return tensors
+
+
+def _parameters_and_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _with_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> torch.nn.Module:
@@ -323,9 +326,9 @@ def _traced(
 def _bind_constants(graph_module: fx.GraphModule) -> list[Tensor]:
     """Turn tensors that a graph holds into its first inputs, and return them."""
     graph = graph_module.graph
-    first, held = next(iter(graph.nodes)), graph.find_nodes(op="get_attr")
+    first, attributes = next(iter(graph.nodes)), graph.find_nodes(op="get_attr")
     tensors: list[Tensor] = []
-    for node in held:
+    for node in attributes:
         tensors.append(getattr(graph_module, node.target))
         with graph.inserting_before(first):
             node.replace_all_uses_with(graph.placeholder(node.name))
@@ -367,14 +370,14 @@ def _difference(
     rows = torch.randn(_NUM_COMPARED, *hidden.shape[1:], generator=generator).to(hidden)
     scores = torch.rand(_NUM_COMPARED, int(experts.num_experts), generator=generator)  # type: ignore[arg-type]
     top = scores.topk(index.shape[1], dim=-1)
-    given = [rows, top.indices.to(index), top.values.to(weight)]
+    samples = [rows, top.indices.to(index), top.values.to(weight)]
 
     def step(function: Call) -> dict[str, Tensor]:
         leaves = {
             name: tensor.detach().requires_grad_(tensor.requires_grad and tensor.nbytes <= _MOST_BYTES)
             for name, tensor in tensors.items()
         }
-        args = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in given]
+        args = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in samples]
         output = function(leaves, args)
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         wanted |= {"hidden states": args[0], "routing weights": args[2]}

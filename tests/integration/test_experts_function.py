@@ -329,6 +329,17 @@ def test_in_a_graph(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report.num_chunked == 3 and report.step is not None
 
 
+def test_tensors_reach_a_graph_in_the_order_of_the_trace() -> None:
+    model = qwen(num_experts=15)
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        experts.act_fn = torch.nn.Sequential(torch.nn.LayerNorm(24), torch.nn.SiLU())
+        experts.register_buffer("unread", torch.ones(3))
+    expected = step(like(model, "eager"))
+    assert_close(step(model), expected)
+    assert_close(step(model, torch.compile(model, backend="aot_eager", fullgraph=True)), expected)
+
+
 def test_a_graph_that_chunks_nothing_calls_the_chunked_layers() -> None:
     model = qwen()
     expected = step(like(model, "eager"))
