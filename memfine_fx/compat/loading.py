@@ -16,6 +16,7 @@ __all__ = [
     "EXPERTS_FUNCTIONS",
     "LLAMAFACTORY_CHECKPOINTS",
     "LORA_LAYERS",
+    "MODELS",
     "tell_when_loaded",
 ]
 
@@ -23,6 +24,7 @@ DYNAMO_BACKENDS = "torch._dynamo.backends.registry"
 ACCELERATE_BACKENDS = "accelerate.utils.dataclasses"
 ACCELERATOR = "accelerate.accelerator"
 EXPERTS_FUNCTIONS = "transformers.integrations.moe"
+MODELS = "transformers.modeling_utils"
 LORA_LAYERS = "peft.tuners.lora.layer"
 LLAMAFACTORY_CHECKPOINTS = "llamafactory.model.model_utils.checkpointing"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from memfine_fx.compat.checks import Feature, expect
 __all__ = [
     "RECORDERS",
     "SPELLINGS",
+    "accept_experts_function",
     "can_switch_experts",
     "config_with_experts",
     "eager_experts",
@@ -96,6 +98,23 @@ def register_experts_function(moe: Any, name: str, function: Callable[..., torch
     functions = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
     if functions is not None:
         functions.register(name, function)
+
+
+def accept_experts_function(modeling_utils: Any, name: str) -> None:
+    """Let models take a registered name, given the module `transformers.modeling_utils`.
+
+    Before transformers 5.8 models know a list of names, which registering does not extend.
+    """
+    model_class = getattr(modeling_utils, "PreTrainedModel", None)
+    check: Any = getattr(model_class, "get_correct_experts_implementation", None)
+    if check is None or "ALL_EXPERTS_FUNCTIONS" in check.__code__.co_names:
+        return
+
+    @functools.wraps(check)
+    def accepting(self: Any, requested: str | None) -> Any:
+        return name if requested == name else check(self, requested)
+
+    modeling_utils.PreTrainedModel.get_correct_experts_implementation = accepting
 
 
 def experts_function(name: str) -> Callable[..., torch.Tensor]:

@@ -3,8 +3,8 @@
 transformers lets a model choose by name what computes its experts (`experts_implementation`). Ours needs no Dynamo and
 no Inductor. When a kind of layer is first called:
 
-1. transformers' own "batched_mm", which multiplies each routed row by its expert's weights, is traced on fake tensors
-   with a symbolic number of tokens;
+1. a spelling of the layer that multiplies each routed row by its expert's weights, by the layout that transformers'
+   decorator notes at the class, is traced on fake tensors with a symbolic number of tokens;
 2. the pipeline (`pipeline.compile_graph`) reads the graph, proves that rows are independent, compares gradients with
    autograd's, and puts `memfine::route` and `memfine::experts` in the place of the region;
 3. the result is compared with the eager loop of the module's class on a few tokens: outputs and gradients.
@@ -290,7 +290,7 @@ def _with_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix
 def _traced(
     experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments: Sequence[Tensor]
 ) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
-    """Return the graph of a layer in transformers' "batched_mm" with a symbolic T, its inputs, and the bound ones.
+    """Return the graph of a layer's gathered spelling with a symbolic T, its inputs, and the bound ones.
 
     Bound inputs come first: tensors inside of other objects, such as scales of 4-bit weights. The layer's own tensors
     follow, then fake arguments.
@@ -303,11 +303,10 @@ def _traced(
         for like in arguments:
             fake = torch.empty((num_tokens, *like.shape[1:]), dtype=like.dtype, device=like.device)
             fakes.append(fake.requires_grad_(like.is_floating_point()))
-    function = experts_function("batched_mm")
 
     def call(*args: Tensor) -> Tensor:
         replaced = dict(zip(tensors, args, strict=False))
-        return function(_with_tensors(experts, replaced), *args[len(tensors) :])
+        return _gathered(_with_tensors(experts, replaced), *args[len(tensors) :])
 
     # Below autograd and autocast, so that casts are calls of the graph; `_difference` sees gradients that this loses.
     functional = torch.func.functionalize(call, remove="mutations")
@@ -321,6 +320,25 @@ def _traced(
         node.meta["stack_trace"] = f'  File "{file}", line {line}, in forward\n'
     _Examples(graph_module).run(*fakes)
     return graph_module, [*constants, *tensors.values(), *fakes[-len(arguments) :]], constants
+
+
+def _gathered(experts: Any, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """Return the combined outputs [T,H] of experts, each of the T*K routed rows times its own expert's matrices."""
+    ids, top_k = index.reshape(-1), index.shape[-1]
+
+    def projected(rows: Tensor, name: str) -> Tensor:
+        matrices = getattr(experts, name)[ids]
+        matrices = matrices if experts.is_transposed else matrices.transpose(1, 2)
+        product = torch.bmm(rows.unsqueeze(1), matrices).squeeze(1)
+        return product + getattr(experts, f"{name}_bias")[ids] if experts.has_bias else product
+
+    has_gate = getattr(experts, "has_gate", True)  # not noted before transformers 5.3
+    rows = projected(hidden.repeat_interleave(top_k, dim=0), "gate_up_proj" if has_gate else "up_proj")
+    rows = projected(experts._apply_gate(rows) if has_gate else experts.act_fn(rows), "down_proj")
+    if getattr(experts, "has_post_expert_norm", False):
+        rows = experts.post_expert_norm(rows)
+    weighted = (rows * weight.reshape(-1, 1)).view(*index.shape, -1)
+    return weighted.sum(dim=1).to(hidden.dtype)
 
 
 def _bind_constants(graph_module: fx.GraphModule) -> list[Tensor]:

@@ -23,6 +23,7 @@ from memfine_fx.compat.loading import (
     EXPERTS_FUNCTIONS,
     LLAMAFACTORY_CHECKPOINTS,
     LORA_LAYERS,
+    MODELS,
     tell_when_loaded,
 )
 
@@ -36,6 +37,7 @@ def register_backend() -> None:
     tell_when_loaded(ACCELERATOR, _tell_accelerator)
     tell_when_loaded(LLAMAFACTORY_CHECKPOINTS, _tell_llamafactory)
     tell_when_loaded(EXPERTS_FUNCTIONS, _tell_transformers)
+    tell_when_loaded(MODELS, _tell_models)
     tell_when_loaded(LORA_LAYERS, _tell_peft)
 
 
@@ -70,6 +72,12 @@ def _tell_transformers(moe: Any) -> None:
     from memfine_fx.compat import transformers
 
     transformers.register_experts_function(moe, "memfine", _experts_forward)
+
+
+def _tell_models(modeling_utils: Any) -> None:
+    from memfine_fx.compat import transformers
+
+    transformers.accept_experts_function(modeling_utils, "memfine")
 
 
 def _tell_peft(layers: Any) -> None:

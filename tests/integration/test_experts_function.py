@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import memfine_fx
+from memfine_fx.compat.transformers import accept_experts_function
 from memfine_fx.compiler import experts_function
 from memfine_fx.errors import BudgetInfeasible, ConfigError
 from memfine_fx.memory.measure import trace_memory
@@ -388,3 +390,19 @@ def test_no_warning_where_all_is_well() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         step(model)
+
+
+def test_a_model_that_knows_a_list_of_names_takes_ours() -> None:
+    class Listed:
+        def get_correct_experts_implementation(self, requested: str | None) -> str:
+            if requested not in ("eager", "grouped_mm"):
+                raise ValueError(requested)
+            return requested
+
+    module = types.SimpleNamespace(PreTrainedModel=Listed)
+    accept_experts_function(module, "memfine")
+    model = Listed()
+    assert model.get_correct_experts_implementation("memfine") == "memfine"
+    assert model.get_correct_experts_implementation("eager") == "eager"
+    with pytest.raises(ValueError, match="other"):
+        model.get_correct_experts_implementation("other")
