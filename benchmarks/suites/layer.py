@@ -16,7 +16,7 @@ _PEERS = (
     "eager", "eager+checkpoint", "compile", "compile+checkpoint", "compile-budget0.1", "compile-budget0.3",
     "compile-budget0.5", "compile-budget0.7", "compile-budget0.9", "diy", "diy+compile", "deepspeed-tiled",
     "liger-tiled", "unsloth-tiled", "batched_mm", "sonicmoe", "scattermoe", "megablocks",
-    "memfine", "memfine-unlimited", "memfine-R512", "memfine-tokens", "memfine-function",
+    "memfine", "memfine-unlimited", "memfine-R512", "memfine-tokens",
 )  # fmt: skip
 _QUICK_PEERS = ("eager", "compile", "compile+checkpoint", "diy", "deepspeed-tiled", "liger-tiled", "memfine")
 _BF16_PEERS = (

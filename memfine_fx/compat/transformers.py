@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
+    "EXPERTS",
     "RECORDERS",
     "SPELLINGS",
     "accept_experts_function",
@@ -21,7 +23,9 @@ __all__ = [
     "config_with_experts",
     "eager_experts",
     "experts_function",
+    "gated",
     "installer_of_recorders",
+    "is_expert_parallel",
     "is_recording_outside_graphs",
     "model_classes",
     "name_of_experts_function",
@@ -136,6 +140,17 @@ def eager_experts(experts: torch.nn.Module) -> Callable[..., torch.Tensor]:
     return forward
 
 
+def gated(experts: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [R,2F] of gate and up after their activation, [R,F]."""
+    result: torch.Tensor = experts._apply_gate(rows)
+    return result
+
+
+def is_expert_parallel(experts: Any) -> bool:
+    """Whether transformers has the experts of a layer on several ranks."""
+    return bool(getattr(experts, "_is_expert_parallel", False))
+
+
 def model_classes(auto_class: Any) -> Any:
     """Config class -> model class, of one of transformers' auto classes."""
     return auto_class._model_mapping
@@ -161,6 +176,37 @@ def _check_spellings() -> None:
         expect(callable(getattr(base, name, None)), f"models have no {name}")
 
 
+class _Experts(torch.nn.Module):
+    """Experts of a layer, as far as the decorator looks at them."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+        self.act_fn = torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def _check_experts() -> None:
+    moe: Any = importlib.import_module(_EXPERTS)
+    undecorated = _Experts.__init__, _Experts.forward
+    try:
+        experts = moe.use_experts_implementation(_Experts)(None)
+        expect(eager_experts(experts) is undecorated[1], "the forward of a decorated class does not wrap its own")
+        expect(experts.is_transposed is False and experts.has_bias is False, "it notes no layout at the experts")
+        expect(torch.equal(gated(experts, torch.tensor([[2.0, 3.0]])), torch.tensor([[6.0]])), "the gate is another")
+    finally:
+        _Experts.__init__, _Experts.forward = undecorated  # type: ignore[method-assign]
+
+
+EXPERTS = Feature(
+    name="transformers.integrations.moe.use_experts_implementation",
+    package="transformers",
+    purpose="reading the layout of experts whose function is chosen by name",
+    seen=("5.2", "5.23"),
+    fallback='experts_implementation="memfine" computes what "grouped_mm" does, and nothing is chunked.',
+    check=_check_experts,
+)
 RECORDERS = Feature(
     name="transformers.utils.output_capturing",
     package="transformers",

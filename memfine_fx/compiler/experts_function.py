@@ -34,7 +34,7 @@ from memfine_fx.capture.experts_call import TracedExperts, call_traced, register
 from memfine_fx.compat.autograd import autocast_devices, run_without_modes, without_autocast, without_saved_tensor_hooks
 from memfine_fx.compat.shapes import symbolic_size
 from memfine_fx.compat.tensors import FakeTensorMode
-from memfine_fx.compat.transformers import eager_experts, experts_function
+from memfine_fx.compat.transformers import EXPERTS, eager_experts, experts_function, gated, is_expert_parallel
 from memfine_fx.compiler.pipeline import compile_graph
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
@@ -194,7 +194,9 @@ def _chunked(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments:
     for name, tensor in tensors.items():
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"{name} is a {type(tensor).__name__}, which is not read one expert at a time"
-    if getattr(experts, "_is_expert_parallel", False):
+    if not EXPERTS.holds():
+        return "this version of transformers decorates classes of experts otherwise"
+    if is_expert_parallel(experts):
         return "transformers has its experts on several ranks"
     session = _session()
     graph_module, inputs, constants = _traced(experts, tensors, arguments)
@@ -334,7 +336,7 @@ def _gathered(experts: Any, hidden: Tensor, index: Tensor, weight: Tensor) -> Te
 
     has_gate = getattr(experts, "has_gate", True)  # not noted before transformers 5.3
     rows = projected(hidden.repeat_interleave(top_k, dim=0), "gate_up_proj" if has_gate else "up_proj")
-    rows = projected(experts._apply_gate(rows) if has_gate else experts.act_fn(rows), "down_proj")
+    rows = projected(gated(experts, rows) if has_gate else experts.act_fn(rows), "down_proj")
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
     weighted = (rows * weight.reshape(-1, 1)).view(*index.shape, -1)

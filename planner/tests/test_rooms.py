@@ -9,8 +9,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = tuple(ROOT / folder for folder in ("memfine_fx", "passes", "models"))
 PLANNER = ROOT / "planner" / "memfine_planner"
-SHARED = ("memfine_fx.errors", "memfine_fx.memory.closed_form", "memfine_fx.memory.published", "memfine_fx.compat")
-"""Beside the closed form and the paper's table: private names of torch, which cuts of a traced graph need."""
+SHARED = (
+    "memfine_fx.errors", "memfine_fx.memory.closed_form", "memfine_fx.memory.published", "memfine_fx.compat",
+    "memfine_fx.flags", "memfine_fx.report.style",
+)  # fmt: skip
+"""The closed form, the paper's table, private names of torch for cuts of a traced graph, and what all commands and
+pages have in common: flags of the shell and the style of pages."""
 ROOMS = ("files.py", "hardware", "costs", "training", "serving", "splitting")
 """From the lowest: a room imports itself and those before it."""
 

@@ -151,6 +151,7 @@ BREAKS: dict[Feature, Break] = {
     transformers.RECORDERS: lambda patch: patch.setitem(
         sys.modules, "transformers.utils.output_capturing", types.ModuleType("output_capturing")
     ),
+    transformers.EXPERTS: having(importlib.import_module("transformers.integrations.moe"), "_default_apply_gate", None),
     transformers.SPELLINGS: breaks_switchable_experts,
 }
 
