@@ -1,5 +1,4 @@
-"""What do `experts_implementation="memfine"` and "grouped_mm" cost one layer, without a compiler, and how long is the
-first step?
+"""What does `experts_implementation="memfine"` cost one layer, against "grouped_mm"?
 
 The layer of suite `layer`, fp32. Both take turns, warm; bytes are beyond parameters and gradients. The first step's
 seconds are those of fresh processes, a small model after its imports, the median of several.

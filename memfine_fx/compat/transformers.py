@@ -176,27 +176,22 @@ def _check_spellings() -> None:
         expect(callable(getattr(base, name, None)), f"models have no {name}")
 
 
-class _Experts(torch.nn.Module):
-    """Experts of a layer, as far as the decorator looks at them."""
-
-    def __init__(self, config: object) -> None:
-        super().__init__()
-        self.act_fn = torch.nn.Identity()
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
 def _check_experts() -> None:
     moe: Any = importlib.import_module(_EXPERTS)
-    undecorated = _Experts.__init__, _Experts.forward
-    try:
-        experts = moe.use_experts_implementation(_Experts)(None)
-        expect(eager_experts(experts) is undecorated[1], "the forward of a decorated class does not wrap its own")
-        expect(experts.is_transposed is False and experts.has_bias is False, "it notes no layout at the experts")
-        expect(torch.equal(gated(experts, torch.tensor([[2.0, 3.0]])), torch.tensor([[6.0]])), "the gate is another")
-    finally:
-        _Experts.__init__, _Experts.forward = undecorated  # type: ignore[method-assign]
+
+    def forward(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    class Experts(torch.nn.Module):
+        def __init__(self, config: object) -> None:
+            super().__init__()
+            self.act_fn = torch.nn.Identity()
+
+    Experts.forward = forward  # type: ignore[method-assign, assignment]
+    experts = moe.use_experts_implementation(Experts)(None)
+    expect(eager_experts(experts) is forward, "the forward of a decorated class does not wrap its own")
+    expect(experts.is_transposed is False and experts.has_bias is False, "it notes no layout at the experts")
+    expect(torch.equal(gated(experts, torch.tensor([[2.0, 3.0]])), torch.tensor([[6.0]])), "the gate is another")
 
 
 EXPERTS = Feature(
