@@ -187,7 +187,7 @@ def _check_experts() -> None:
             super().__init__()
             self.act_fn = torch.nn.Identity()
 
-    Experts.forward = forward  # type: ignore[method-assign, assignment]
+    Experts.forward = forward
     experts = moe.use_experts_implementation(Experts)(None)
     expect(eager_experts(experts) is forward, "the forward of a decorated class does not wrap its own")
     expect(experts.is_transposed is False and experts.has_bias is False, "it notes no layout at the experts")
