@@ -73,6 +73,11 @@ class _Screen(logging.Handler):
         self.close()
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether nothing was written so far, because the patience is not over."""
+        return self._waiting is not None
+
+    @property
     def _is_terminal(self) -> bool:
         return self._stream.isatty() if hasattr(self._stream, "isatty") else False
 
@@ -131,14 +136,17 @@ def working(title: str | Callable[[], str], done: str, outcome: Callable[[], str
         return
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
-        if is_shown:
-            stack.enter_context(_shown(_Screen(_PATIENCE, lambda seconds: "memfine_fx: ")))
+        screen = _Screen(_PATIENCE, lambda seconds: "memfine_fx: ") if is_shown else None
+        if screen is not None:
+            stack.enter_context(_shown(screen))
         stages.info("%s", text)
         _num_works += 1
         try:
             yield
         finally:
             _num_works -= 1
+        if screen is not None and screen.is_waiting:
+            return  # what is said now is never written, so its outcome need not be computed
         seconds, came_of_it = time.monotonic() - begin, outcome()
         stages.info("%s in %.1f s%s", done, seconds, f": {came_of_it}" if came_of_it else "")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from memfine_fx.compat.tensors import FakeTensor
+from memfine_fx.passes.dataflow import node_value
 
 __all__ = ["TracedExperts", "call_traced", "inline_calls", "register_traced", "restore_calls"]
 
@@ -81,7 +82,7 @@ def restore_calls(graph_module: fx.GraphModule) -> None:
 
 def _inline(graph: fx.Graph, call: fx.Node) -> None:
     name, *args = call.args
-    mode = next(value.fake_mode for node in call.all_input_nodes if isinstance(value := _value(node), FakeTensor))
+    mode = next(value.fake_mode for node in call.all_input_nodes if isinstance(value := node_value(node), FakeTensor))
     traced = _traced[str(name)].graph
     copies: dict[fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), args, strict=True))
     inlined: list[fx.Node] = []
@@ -89,17 +90,9 @@ def _inline(graph: fx.Graph, call: fx.Node) -> None:
         for node in traced.nodes:
             if node.op == "call_function":
                 copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-                operands: Any = fx.map_arg((copy.args, copy.kwargs), _value)
-                copy.meta = {**call.meta, **_trace_of(node), "example_value": copy.target(*operands[0], **operands[1])}  # type: ignore[operator]
+                operands: Any = fx.map_arg((copy.args, copy.kwargs), node_value)  # type: ignore[arg-type]  # values, no nodes
+                result = copy.target(*operands[0], **operands[1])  # type: ignore[operator]  # a call_function
+                copy.meta = {**call.meta, "stack_trace": node.meta["stack_trace"], "example_value": result}
                 inlined.append(copy)
     call.replace_all_uses_with(inlined[-1])
     call.meta[_INLINED] = inlined
-
-
-def _trace_of(node: fx.Node) -> dict[str, Any]:
-    """Return where the code of a node is."""
-    return {key: value for key, value in node.meta.items() if key == "stack_trace"}
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value")

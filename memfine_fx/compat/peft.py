@@ -119,9 +119,9 @@ def activate_unchecked(layers: Any, is_ours: Callable[[torch.nn.Module], bool]) 
     Args:
         is_ours: of the layer whose weight is adapted.
     """
-    wrapper = getattr(layers, "ParamWrapper", None)
+    wrapper: Any = getattr(layers, "ParamWrapper", None)
     checked: Any = getattr(wrapper, "_activate_lora", None)
-    if wrapper is None or checked is None or (hasattr(checked, "__wrapped__") and checked.__module__ == __name__):
+    if checked is None or checked.__module__ == __name__:
         return
 
     @functools.wraps(checked)

@@ -35,6 +35,7 @@ from memfine_fx.compat.autograd import autocast_devices, run_without_modes, with
 from memfine_fx.compat.shapes import symbolic_size
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compat.transformers import EXPERTS, eager_experts, experts_function, gated, is_expert_parallel
+from memfine_fx.compiler.own_code_runs import MOST_BYTES, tolerance_of
 from memfine_fx.compiler.pipeline import compile_graph
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
@@ -51,15 +52,14 @@ _TOKENS_HINT = 4096
 _NUM_COMPARED = 13
 """Tokens on which a layer is compared with the loop of its class."""
 _ROWS_COMPARED = 5
-_MOST_BYTES = 64 << 20
-"""Of a tensor whose gradient is compared: larger ones count as frozen there."""
-_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+_MOST_KINDS = 16
+"""Of one layer: a model is trained and evaluated, with and without autocast, with one adapter or another."""
 _UNREAD = frozenset(vars(torch.nn.Module())) - {"training"} | {"forward", "_old_forward", "_hf_hook"}
 """Attributes of modules that say how they are called, not what they compute."""
 _lock = threading.RLock()
 _sessions: dict[Config, Session] = {}
 _kinds: weakref.WeakValueDictionary[object, _Kind] = weakref.WeakValueDictionary()
-_kind_of: weakref.WeakKeyDictionary[torch.nn.Module, tuple[object, _Kind]] = weakref.WeakKeyDictionary()
+_kinds_of: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, _Kind]] = weakref.WeakKeyDictionary()
 
 Call = Callable[..., Tensor]
 
@@ -135,11 +135,12 @@ class _SameObject:
 
 
 def _kind(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments: Sequence[Tensor]) -> _Kind:
-    key = _key_of(experts, tensors, arguments)
-    known = _kind_of.get(experts)
-    if known is None or known[0] != key:
-        known = _kind_of[experts] = key, _kind_by(key, experts, tensors, arguments)
-    return known[1]
+    key, kinds = _key_of(experts, tensors, arguments), _kinds_of.setdefault(experts, {})
+    if key not in kinds:
+        if len(kinds) >= _MOST_KINDS:
+            kinds.clear()
+        kinds[key] = _kind_by(key, experts, tensors, arguments)
+    return kinds[key]
 
 
 def _kind_by(
@@ -394,7 +395,7 @@ def _difference(
 
     def step(function: Call) -> dict[str, Tensor]:
         leaves = {
-            name: tensor.detach().requires_grad_(tensor.requires_grad and tensor.nbytes <= _MOST_BYTES)
+            name: tensor.detach().requires_grad_(tensor.requires_grad and tensor.nbytes <= MOST_BYTES)
             for name, tensor in tensors.items()
         }
         args = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in samples]
@@ -414,6 +415,6 @@ def _difference(
         region.forget_steps()
     dtypes = {tensor.dtype for tensor in (*results.values(), *tensors.values())}
     dtypes |= {torch.get_autocast_dtype(device) for device in _active_autocasts()}
-    tolerance = max(_TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+    tolerance = tolerance_of(dtype for dtype in dtypes if dtype.is_floating_point)
     errors = {name: error for name, error in errors_of(results, expected).items() if not error <= tolerance}
     return "; ".join(f"{name} is off by {error:.1e} relative" for name, error in errors.items())

@@ -51,6 +51,7 @@ from memfine_fx.compiler.logs import silenced
 from memfine_fx.compiler.own_code_runs import (
     ALIKE,
     MOST_BYTES,
+    TOLERANCES,
     Autocast,
     CannotCompare,
     CompileGraph,
@@ -65,6 +66,7 @@ from memfine_fx.compiler.own_code_runs import (
     in_double,
     num_bytes,
     stopping_at,
+    tolerance_of,
 )
 from memfine_fx.compiler.session import Session
 from memfine_fx.errors import GuardRefused, Reason
@@ -77,10 +79,6 @@ from memfine_fx.records import MoERegion, Refusal
 __all__ = ["compare_with_own_code"]
 
 log = logging.getLogger(__name__)
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-"""Relative to the norm, by the coarsest dtype in which the module computes."""
-_COARSE = 0.1
-"""Where it computes in a dtype of 8 bits."""
 _PURE_OPERATORS = ("", "prims", "memfine", "transformers", "bitsandbytes")
 """Namespaces of operators in Python that change nothing but their results."""
 _known: dict[str, _Verdict] = {}
@@ -358,8 +356,7 @@ class _Layer:
     def tolerance(self) -> float:
         """Largest difference that rounding explains, relative to a tensor's norm."""
         values = [*map(node_value, self.nodes), *self.module.parameters(), *self.module.buffers()]
-        dtypes = {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
-        return max((_TOLERANCES.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCES[torch.float32])
+        return tolerance_of(value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
     def verdict(self, session: Session) -> _Verdict:
         """Run the module in both ways and compare."""
@@ -414,11 +411,11 @@ class _Layer:
 
     def _agrees_in_double(self, given: Given, session: Session, routing: str) -> bool:
         """Whether a difference in fp32 is rounding: a copy of the module in fp64 has none."""
-        if self.tolerance != _TOLERANCES[torch.float32] or num_bytes(self.module.parameters()) > MOST_BYTES:
+        if self.tolerance != TOLERANCES[torch.float32] or num_bytes(self.module.parameters()) > MOST_BYTES:
             return False
         try:
             doubled = copy.deepcopy(self.module).double()
-            pair = self._pair(doubled, tree_map(in_double, given), session, _TOLERANCES[torch.float64])
+            pair = self._pair(doubled, tree_map(in_double, given), session, TOLERANCES[torch.float64])
             pair.compile(len(self.regions), self.varies)
             return not pair.difference(routing, self.regions[0].dims.num_experts)
         except Exception:  # NOTE: a module may neither be copied nor run in fp64; the difference stands then

@@ -30,6 +30,7 @@ from memfine_fx.records import Refusal
 __all__ = [
     "ALIKE",
     "MOST_BYTES",
+    "TOLERANCES",
     "Autocast",
     "CannotCompare",
     "CompileGraph",
@@ -44,6 +45,7 @@ __all__ = [
     "in_double",
     "num_bytes",
     "stopping_at",
+    "tolerance_of",
 ]
 
 
@@ -53,6 +55,10 @@ _ROWS_PER_CHUNK = 5
 MOST_BYTES = 64 << 20
 """Of all parameters whose gradients are compared, the smallest first. Larger tables count as frozen here;
 `passes.verify.gradient_check` compares their gradients, with narrow widths."""
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""Of differences relative to the norm, by the coarsest dtype in which a module computes."""
+_COARSE = 0.1
+"""Where it computes in a dtype of 8 bits."""
 _LEAST_SHARE = 1e-3
 """Of the largest gradient: what is smaller is compared with this."""
 _HIDDEN_ATTRIBUTES = frozenset(("training", "T_destination", "call_super_init", "dump_patches"))
@@ -82,6 +88,11 @@ class ModuleReached(BaseException):
     def __init__(self, given: Given) -> None:
         super().__init__()
         self.given, self.autocasts = given, autocast_states()
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the largest relative difference that rounding explains where these floating-point dtypes occur."""
+    return max((TOLERANCES.get(dtype, _COARSE) for dtype in dtypes), default=TOLERANCES[torch.float32])
 
 
 @contextlib.contextmanager

@@ -77,8 +77,16 @@ def _logits_of(hidden: torch.Tensor, weight: torch.Tensor, saves_logits: bool) -
 
 
 @head_loss.register_fake
-def _(hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> Results:
-    *_, wanted, saves_logits, region_id = others
+def _(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    divisor: torch.Tensor | None,
+    wanted: list[bool],
+    saves_logits: bool,
+    region_id: str,
+) -> Results:
     empty = HeadResults.empty(hidden, weight, (wanted[0], wanted[1], wanted[2]))
     loss = hidden.new_empty((), dtype=lookup_head(region_id).out_dtype)
     logits = _logits_of(hidden, weight, saves_logits)

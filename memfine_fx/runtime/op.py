@@ -311,9 +311,19 @@ def experts_saving(
 
 
 @experts_saving.register_fake
-def _(hidden: torch.Tensor, weight: torch.Tensor | None, *others: Any) -> list[torch.Tensor]:
-    _, _, _, region_id, *saving = others
-    return [_empty_output(hidden, region_id), *_room(hidden, weight, region_id, *saving).tensors]
+def _(
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    params: list[torch.Tensor],
+    region_id: str,
+    wanted: list[bool],
+    policy: str,
+    num_rows: int,
+) -> list[torch.Tensor]:
+    saved = _room(hidden, weight, region_id, wanted, policy, num_rows)
+    return [_empty_output(hidden, region_id), *saved.tensors]
 
 
 @torch.library.custom_op(

@@ -133,11 +133,26 @@ def test_layers_of_one_kind_share_one_graph() -> None:
 def test_kinds_live_as_long_as_their_layers() -> None:
     model = qwen(num_experts=7)
     step(model)
-    kind = weakref.ref(experts_function._kind_of[model.model.layers[0].mlp.experts][1])
+    kind = weakref.ref(next(iter(experts_function._kinds_of[model.model.layers[0].mlp.experts].values())))
     assert kind() is not None
     del model
     gc.collect()
     assert kind() is None
+
+
+def test_evaluation_between_steps_traces_nothing_again() -> None:
+    model = qwen(num_experts=11)
+    step(model)
+    step(model.eval())
+    with mock.patch.object(experts_function, "_prepared", side_effect=AssertionError("traced again")):
+        step(model.train())
+        step(model.eval())
+
+
+def test_fp64() -> None:
+    model = qwen(num_experts=13).double()
+    assert_close(step(model), step(like(model, "eager")), 1e-10)
+    assert memfine_fx.report(model).num_chunked == 3
 
 
 def test_layers_with_other_attributes_do_not_share() -> None:
