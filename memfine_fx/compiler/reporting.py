@@ -187,12 +187,14 @@ def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]
     models = [dict(model.named_modules()) for model in list(session.models)]
     layers = [moe_layers(modules[""]) for modules in models]
     read_by: dict[int, list[frozenset[int]]] = {}  # by the id of an outcome, the parameters of each caller of its graph
+    numbers: dict[int, int] = {}  # of outcomes in their graph
     graphs: list[frozenset[int]] = []
     for graph in session.graphs:
         callers = graph.parameter_ids_by_caller
         read_by |= dict.fromkeys(map(id, graph.outcomes), callers)
+        numbers |= {id(outcome): number for number, outcome in enumerate(graph.outcomes)}
         graphs += callers
-    reports: list[RegionReport] = []
+    by_place: dict[object, RegionReport] = {}  # a layer that was trained and evaluated in two graphs is one
     kinds: set[type[torch.nn.Module]] = set()
     for outcome in _latest(session):
         report = outcome_report(outcome)
@@ -201,13 +203,14 @@ def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]
             for read in read_by.get(id(outcome), [])
         ]
         known = dict.fromkeys(places[0][1] for places in of_callers if len(places) == 1)
-        reports += [
-            replace(report, where=replace(report.where, module=path)) for path in known or [report.where.module]
-        ]
+        for path in known or [report.where.module]:
+            is_of_frame = known and not report.where.module
+            place = (path, report.where.source, numbers[id(outcome)]) if is_of_frame else (id(outcome), path)
+            by_place[place] = replace(report, where=replace(report.where, module=path))
         if isinstance(outcome, LoweredRegion):
             around = [(_layer_around(path, modules), modules[""]) for places in of_callers for modules, path in places]
             kinds |= {type(layer) for layer, model in around if layer is not model}
-    reports = _without_cut_routers(reports, [path for paths in layers for path in paths])
+    reports = _without_cut_routers(list(by_place.values()), [path for paths in layers for path in paths])
     explained = {report.where.module for report in reports}
     for modules, paths in zip(models, layers, strict=True) if has_run else ():
         looks = [*paths, *(path for path, module in modules.items() if type(module) in kinds)]

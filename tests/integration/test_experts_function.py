@@ -147,6 +147,7 @@ def test_evaluation_between_steps_traces_nothing_again() -> None:
     with mock.patch.object(experts_function, "_prepared", side_effect=AssertionError("traced again")):
         step(model.train())
         step(model.eval())
+    assert memfine_fx.report(model).num_chunked == 3
 
 
 def test_fp64() -> None:
