@@ -31,8 +31,8 @@ $(STAMP): pyproject.toml planner/pyproject.toml constraints.txt
 demo: setup  ## train a small MoE model with and without memfine
 	$(BIN)/memfine demo
 
-test: setup  ## the fast tests
-	$(PYTEST) -m "$(FAST)"
+test: setup  ## the fast tests; those of a file share what they compiled, so that one worker runs them
+	$(PYTEST) --dist loadfile -m "$(FAST)"
 
 test-torch: setup  ## the fast tests under TORCH=VERSION, in .venv-torch-VERSION; their row of docs/compatibility.md
 	mkdir -p build

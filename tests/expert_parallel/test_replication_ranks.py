@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.expert_parallel.ranks import run_ranks
-from tests.expert_parallel.replication_cases import CASES, ReplicationOutcome, run_replication
+from tests.expert_parallel.replication_cases import ReplicationOutcome, cases, run_replication
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_help_changes_no_gradient_whatever_else_a_step_is(num_ranks: int) -> None:
     by_rank: list[dict[str, ReplicationOutcome]] = run_ranks(run_replication, num_ranks, num_ranks)
-    for case in CASES:
+    for case in cases(num_ranks):
         outcomes = [found[case.name] for found in by_rank]
         for rank, one in enumerate(outcomes):
             where = f"{case.name}, rank {rank}"

@@ -105,8 +105,10 @@ LOCAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("table_of", LOCAL)
-@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen", "trained"])
+FEW = [as_peft_writes_it, shared_a, turned, with_detached_delta]
+
+
+@pytest.mark.parametrize(("table_of", "is_frozen"), [*((one, True) for one in LOCAL), *((one, False) for one in FEW)])
 def test_a_table_is_made_one_expert_at_a_time(table_of: Callable[[Adapted], Tensor], is_frozen: bool) -> None:
     layer = Adapted(table_of, is_frozen=is_frozen)
     hidden = torch.randn(T, H)
@@ -133,7 +135,7 @@ class UnderAutocast(nn.Module):
             return out
 
 
-@pytest.mark.parametrize("table_of", LOCAL)
+@pytest.mark.parametrize("table_of", [*FEW, with_magnitude])
 def test_a_table_is_made_one_expert_at_a_time_under_autocast(table_of: Callable[[Adapted], Tensor]) -> None:
     layer = UnderAutocast(Adapted(table_of))
     hidden = torch.randn(T, H)

@@ -23,8 +23,10 @@ def tokens() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def test_explain_lists_each_region_with_place_sizes_and_plan() -> None:
-    report = memfine_fx.explain(tiny_causal_lm("qwen3_moe"), **tokens())
+def test_explain_lists_each_region_with_place_sizes_and_plan_and_leaves_the_model_uncompiled() -> None:
+    model = tiny_causal_lm("qwen3_moe")
+    report = memfine_fx.explain(model, **tokens())
+    assert model._compiled_call_impl is None
     assert [region.status for region in report.regions] == ["chunked", "chunked"]
     first = report.regions[0]
     assert first.where.module.endswith("layers.0.mlp.experts")
@@ -34,12 +36,9 @@ def test_explain_lists_each_region_with_place_sizes_and_plan() -> None:
     assert (first.dims.hidden, first.dims.num_experts, first.dims.top_k, first.dims.expert_width) == (32, 4, 2, 24)
     assert first.plan is not None and first.plan.predicted_bytes > 0
     assert "T=32 H=32 E=4 K=2 F=24" in str(report)
-
-
-def test_explain_leaves_the_model_uncompiled() -> None:
-    model = tiny_causal_lm("qwen3_moe")
-    memfine_fx.explain(model, **tokens())
-    assert model._compiled_call_impl is None
+    document = json.loads(report.to_json())
+    assert document["regions"][0]["plan"]["axis"] == "rows"
+    assert document["regions"][0]["where"]["module"] == first.where.module
 
 
 def test_explain_measures_no_more_than_it_predicts_for_the_regions_and_the_rest() -> None:
@@ -50,23 +49,12 @@ def test_explain_measures_no_more_than_it_predicts_for_the_regions_and_the_rest(
     assert report.regions[0].num_chunks > 0
 
 
-def test_a_report_is_json() -> None:
-    document = json.loads(memfine_fx.explain(tiny_causal_lm("qwen3_moe"), **tokens()).to_json())
-    assert document["regions"][0]["plan"]["axis"] == "rows"
-    assert document["regions"][0]["where"]["module"].endswith("layers.0.mlp.experts")
-
-
 @pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
 def test_a_loop_that_breaks_the_graph_is_explained() -> None:
     config = memfine_fx.Config(captures_loops=False)
     report = memfine_fx.explain(tiny_causal_lm("qwen3_moe", experts_implementation="eager"), config=config, **tokens())
     assert report.num_chunked == 0
     assert any("graph" in region.reason or "not raised" in region.reason for region in report.regions)
-
-
-def test_the_shell_explains_a_transformers_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "hf:mixtral"]) == 0
-    assert "2 of 2 regions chunked" in capsys.readouterr().out
 
 
 def test_the_shell_plans_a_layer_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,8 +151,11 @@ def test_a_choice_without_experts_is_a_line_with_its_source() -> None:
     assert "hint: nothing to do" in str(report)
 
 
-def test_the_shell_draws_a_region(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_shell_explains_a_transformers_model_and_draws_a_region(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["explain", "hf:qwen3_moe", "--picture", str(tmp_path / "region.svg")]) == 0
+    assert "2 of 2 regions chunked" in capsys.readouterr().out
     picture = ElementTree.parse(tmp_path / "region.svg")
     boxes = [box.get("fill") for box in picture.iter("{http://www.w3.org/2000/svg}rect")]
     assert {fill for fill in boxes if boxes.count(fill) > 1} >= {"#c7b9f5", "#a9d3f5", "#f7c98b", "#aee3b5"}

@@ -19,12 +19,14 @@ from torch import fx
 from memfine_fx.compiler import pipeline
 from memfine_fx.passes.ops import target_name
 from memfine_fx.passes.read.no_rows import GraphIndex
-from tests.properties.life import Outcome, compare
+from tests.properties.life import NUM_TOKENS, Outcome, compare
 from tests.properties.written import EXPERTS, WrittenLayer, load, module_source
 
-pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 EMPTY = "t.numel() == 0"
 ROWS = "out.index_add_(0, t, self.ex[e](x[t]) * w[t, c, None])"
+SEVERAL = (6, 4, 3, 2)
+"""Tokens of the steps where one token alone, whose graph is compiled by itself, tests no other proof."""
 _numbers = itertools.count()
 
 
@@ -40,9 +42,9 @@ def outcome(
     header: str = "for e in range(self.num):",
     route: Sequence[str] = ("w, i = logits.softmax(-1).topk(2, dim=-1)",),
     expert: str = "mlp",
-    **fields: Any,
+    num_tokens: Sequence[int] = SEVERAL,
 ) -> Outcome:
-    """Train a layer with one loop over experts; `guard` skips an expert, "" skips none; `fields` are of Config."""
+    """Train a layer with one loop over experts; `guard` skips an expert, "" skips none."""
     skipping = [f"if {guard}: continue"] if guard else []
     inner = [*select, *skipping, *body]
     lines = [
@@ -57,13 +59,7 @@ def outcome(
     name = f"Loop{next(_numbers)}"
     layer = WrittenLayer(name, module_source(name, 4, EXPERTS[expert], init, lines), {})
     torch.manual_seed(0)
-    return compare(load(layer, folder)(), seed=3, **fields)
-
-
-def check(result: Outcome, refusal: str) -> None:
-    assert result.verdict == "exact", result
-    assert (result.num_chunked == 1) == (not refusal), result
-    assert refusal in result.details, result
+    return compare(load(layer, folder)(), seed=3, num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +297,7 @@ REFUSED: dict[str, tuple[dict[str, Sequence[str]], str]] = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_an_effect_that_can_be_preserved_is_preserved(name: str, tmp_path: Path) -> None:
-    result = outcome(tmp_path, **EXACT[name])  # type: ignore[arg-type]  # lists of lines, and an expert's name
+    result = outcome(tmp_path, num_tokens=NUM_TOKENS, **EXACT[name])  # type: ignore[arg-type]  # lists of lines, and a name
     assert result.verdict == "exact" and result.num_chunked == 1, result
 
 
@@ -413,10 +409,10 @@ UNPROVED: dict[str, tuple[dict[str, Sequence[str]], str]] = {
 
 
 @pytest.mark.parametrize("name", UNPROVED)
-def test_what_is_not_proved_is_refused_before_anything_is_compared(name: str, tmp_path: Path) -> None:
+def test_what_is_not_proved_is_refused(name: str, tmp_path: Path) -> None:
     fields, reason = UNPROVED[name]
     options: dict[str, Any] = {"select": ("m = i == e",), "guard": "not m.any()"} | fields
-    result = outcome(tmp_path, gives_up_comparison_with_eager=True, **options)
+    result = outcome(tmp_path, **options)
     assert result.num_chunked == 0 and reason in result.details, result
     assert result.verdict in ("exact", "both raise"), result
 
@@ -440,7 +436,7 @@ KEPT: dict[str, dict[str, Sequence[str]]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_a_name_keeps_its_old_value_without_rows(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"select": ("m = i == e",), "guard": "not m.any()"} | KEPT[name]
-    result = outcome(tmp_path, gives_up_comparison_with_eager=True, **options)
+    result = outcome(tmp_path, **options)
     assert result.verdict == "exact", result
 
 
@@ -461,10 +457,7 @@ def test_the_same_comparison_before_and_after_a_write_is_another() -> None:
 
 
 def test_the_last_of_the_experts_with_rows_is_not_the_last_of_all(tmp_path: Path) -> None:
-    result = outcome(
-        tmp_path, guard="", header="for e in i.unique().tolist():", end=("out = out * (e + 1)",),
-        gives_up_comparison_with_eager=True,
-    )  # fmt: skip
+    result = outcome(tmp_path, guard="", header="for e in i.unique().tolist():", end=("out = out * (e + 1)",))
     assert result.verdict == "exact" and result.num_chunked == 0, result
 
 
@@ -473,6 +466,6 @@ def test_only_ids_that_surely_exist_are_counted_with_a_result_of_known_size(
     ids: str, is_proved: bool, tmp_path: Path
 ) -> None:
     start = (f"load = torch.bincount(({ids}).flatten(), minlength=self.num)", "out = out + load.sum()")
-    result = outcome(tmp_path, start=start, gives_up_comparison_with_eager=True)
+    result = outcome(tmp_path, start=start)
     assert result.verdict == "exact", result
     assert ("ids are counted that may be too large" in result.details) is not is_proved, result

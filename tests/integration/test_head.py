@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,6 @@ SIZES = ModelSizes(
     layers=1, hidden=32, width=32, experts=4, top_k=2, heads=2, kv_heads=1, head_dim=16, vocab=V, positions=512
 )
 EAGER = Config(inner_backend="eager", returns_logits=False, tokens_per_head_chunk=50)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Dense(nn.Module):

@@ -23,7 +23,7 @@ from memfine_fx.report.reports import first_step_line
 from memfine_fx.runtime import op
 from tests.integration.comparison import FP32_TOLERANCE, relative_error
 
-LAYERS, HIDDEN = 11, 8
+LAYERS, HIDDEN = 10, 8
 """More layers than Dynamo's limit of eight compilations of one code."""
 
 
@@ -102,7 +102,7 @@ def test_layers_that_dynamo_gave_up_on_are_counted_and_warned_of(monkeypatch: py
     assert [region.where.module.split(".")[1] for region in left] == [
         str(number) for number in range(report.num_chunked, LAYERS)
     ]
-    with pytest.warns(UserWarning, match=f"{report.num_chunked} of {LAYERS} MoE layers chunked.*layers.10.mlp"):
+    with pytest.warns(UserWarning, match=f"{report.num_chunked} of {LAYERS} MoE layers chunked.*layers.9.mlp"):
         optimizer.step()
 
 
@@ -208,10 +208,10 @@ def step_of(model: nn.Module, *, by_name: bool = False) -> memfine_fx.Report:
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_layer_that_python_runs_is_counted(by_name: bool) -> None:
-    layers: list[nn.Module] = [Block(number) for number in range(14)]
+    layers: list[nn.Module] = [Block(number) for number in range(10)]
     layers[5] = Breaking(layers[5])
     limit = torch._dynamo.config.patch(recompile_limit=64) if by_name else contextlib.nullcontext()
-    with limit, pytest.warns(UserWarning, match="13 of 14 MoE layers chunked.*layers.5.inner"):
+    with limit, pytest.warns(UserWarning, match="9 of 10 MoE layers chunked.*layers.5.inner"):
         report = step_of(Deep(layers), by_name=by_name)
     left = [region for region in report.regions if region.status == "refused"]
     assert [(region.where.module, region.refused_for) for region in left] == [("layers.5.inner.mlp", "NOT_CAPTURED")]

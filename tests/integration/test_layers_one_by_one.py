@@ -112,7 +112,7 @@ def test_a_layer_that_is_gone_counts_no_more() -> None:
 
 
 def test_a_budget_is_of_all_layers() -> None:
-    model, _ = stack(memory_budget="1GiB")
+    model, _ = stack(inner_backend="aot_eager", memory_budget="1GiB")
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     step(model, x)
     model.zero_grad()
@@ -120,7 +120,7 @@ def test_a_budget_is_of_all_layers() -> None:
     report = memfine_fx.report(model)
     assert report.step is not None
     needed = report.step.static_bytes + report.step.peak.num_bytes
-    model, _ = stack(memory_budget=needed // 2)
+    model, _ = stack(inner_backend="aot_eager", memory_budget=needed // 2)
     with pytest.raises(memfine_fx.BudgetInfeasible):
         step(model, x)
 

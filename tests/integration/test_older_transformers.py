@@ -61,8 +61,7 @@ def marked(self: nn.Module, hidden: Tensor, index: Tensor, weight: Tensor) -> Te
     return back_in_place(rows, order, index)
 
 
-@pytest.mark.parametrize("experts", [clamped, marked])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("experts", "family"), [(clamped, "qwen3_moe"), (marked, "deepseek_v3")])
 def test_ids_below_the_number_of_experts_need_no_marks(
     family: str, experts: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

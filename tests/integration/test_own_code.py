@@ -129,8 +129,6 @@ BROKEN: dict[str, tuple[Break, list[str]]] = {
         loop(ROWS, "last = self.penalty[e]", start="last = self.penalty[0]", end="out = out * last"),
     ),
     "ids that are halved": (takes_ids_for_distinct, dense("i = i // 2")),
-    "ids that are cut off": (takes_ids_for_distinct, dense("i = i.clamp(max=self.num - 2)", "one hot any")),
-    "ids of a table": (takes_ids_for_distinct, dense("i = self.merging[i]", "masked fill")),
     "weights at the input": (takes_ids_for_distinct, dense("i = i // 2", "input scaled")),
 }
 INIT = (*TABLES, "self.register_buffer('visits', torch.zeros(()))", "self.penalty = nn.Parameter(torch.rand(self.num))")
@@ -141,9 +139,7 @@ def test_what_a_broken_rule_loses_is_noticed(name: str, tmp_path: Path, monkeypa
     breaks, lines = BROKEN[name]
     model = layer(tmp_path, f"Broken{list(BROKEN).index(name)}", lines, init=INIT)
     before = copy.deepcopy(model)
-    first_report(sound := copy.deepcopy(model))
     breaks(monkeypatch)
-    torch._dynamo.reset()
     unnoticed = first_report(copy.deepcopy(model), gives_up_comparison_with_eager=True)
     assert unnoticed.num_chunked == 1, "without the comparison the broken rule would be believed"
     torch._dynamo.reset()
@@ -153,11 +149,9 @@ def test_what_a_broken_rule_loses_is_noticed(name: str, tmp_path: Path, monkeypa
 
     x = torch.randn(6, 8)
     generator = torch.get_rng_state()
-    results = []
-    for module in (before, model, sound):
-        torch.set_rng_state(generator)
-        results.append(module(x))
-    assert torch.allclose(results[1], results[0]) and torch.allclose(results[2], results[0])
+    expected = before(x)
+    torch.set_rng_state(generator)
+    assert torch.allclose(model(x), expected)
 
 
 def test_a_difference_is_refused_with_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +163,7 @@ def test_a_difference_is_refused_with_what_differs(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("options", "num_chunked"),
-    [("verify=false", 0), ("verify=true", 0), ("gives_up_comparison_with_eager=true", 1)],
+    [("verify=false", 0), ("gives_up_comparison_with_eager=true", 1)],
 )
 def test_only_the_option_of_this_name_switches_it_off(
     options: str, num_chunked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,8 +186,7 @@ def test_the_report_says_what_the_comparison_took(tmp_path: Path) -> None:
     assert not any(region.not_compared_with_code for region in report.regions)
 
 
-@pytest.mark.parametrize("num_experts", [4, own_code_runs._FEW_TOKENS])
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(("dynamic", "num_experts"), [(True, own_code_runs._FEW_TOKENS), (False, 4)])
 def test_sizes_vary_in_the_comparison_as_they_do_in_the_model(
     dynamic: bool, num_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,13 +353,13 @@ def test_layers_of_one_kind_are_compared_once(spelling: str, tmp_path: Path, mon
     assert report.num_chunked == 4 and len(compared) == 1
 
 
-@pytest.mark.parametrize(("first", "second"), [(True, False), ("a", "b"), (1.0, 2.0), (None, 3)])
-def test_layers_with_other_settings_are_compared_each(first: Any, second: Any, tmp_path: Path) -> None:
+def test_layers_with_other_settings_are_compared_each(tmp_path: Path) -> None:
     kind = type(layer(tmp_path, "Setting", dense("pass"), init=TABLES))
-    layers = [kind(), kind()]
-    for own, setting in zip(layers, (first, second), strict=True):
+    settings = (True, False, "a", 2.0, 3, None)
+    layers = [kind() for _ in settings]
+    for own, setting in zip(layers, settings, strict=True):
         own.setting = setting
-    assert first_report(nn.Sequential(*layers)).num_chunked == 2 and len(own_code._known) == 2
+    assert first_report(nn.Sequential(*layers)).num_chunked == len(own_code._known) == len(settings)
 
 
 def test_the_module_that_holds_router_and_experts_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +374,7 @@ def test_the_module_that_holds_router_and_experts_is_compared(monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("family", "records"),
-    [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", True), ("deepseek_v3", False), ("gpt_oss", False)],
+    [("qwen3_moe", True), ("deepseek_v3", False), ("gpt_oss", False)],
 )
 def test_layers_of_transformers_are_compared(family: str, records: bool) -> None:
     """Also where the model records router logits, which its layers alone do not."""

@@ -146,8 +146,10 @@ LOCAL = [
 ]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("table_of", LOCAL)
+WITH_ADAPTERS = (as_gpt_oss_writes_it, blocks_of_float8, a_scale_from_its_own_numbers)
+
+
+@pytest.mark.parametrize(("table_of", "rank"), [*((one, 0) for one in LOCAL), *((one, 2) for one in WITH_ADAPTERS)])
 def test_packed_numbers_are_made_weights_one_expert_at_a_time(table_of: Callable[[Packed], Tensor], rank: int) -> None:
     layer, hidden = Packed(table_of, rank=rank), torch.randn(T, H)
     optimized = optimized_copy(layer, rows_per_chunk=8)

@@ -196,8 +196,10 @@ def under_hooks(model: nn.Module) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("run", [plainly, keeping_the_graph, under_hooks])
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [(plainly, torch.float32), (keeping_the_graph, torch.float32), (under_hooks, torch.bfloat16)],
+)
 def test_one_compiled_graph_keeps_or_does_not(
     dropping: Dropping, run: Callable[[nn.Module], None], dtype: torch.dtype
 ) -> None:

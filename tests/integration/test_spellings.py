@@ -155,14 +155,14 @@ LAYERS["slots, list of experts that choose"] = ("slots", ListedChoice)
 
 
 def one_of_each_family(names: list[str]) -> list[object]:
-    """The first layer of each family; the others are slow tests."""
-    seen: set[str] = set()
-    chosen: list[object] = []
-    for name in names:
-        family = LAYERS[name][0]
-        chosen.append(name if family not in seen else pytest.param(name, marks=pytest.mark.slow))
-        seen.add(family)
-    return chosen
+    """The first layer of each family; of the others every third is a slow test, the rest are of the campaign."""
+    firsts = {LAYERS[name][0]: name for name in reversed(names)}.values()
+    others = [name for name in names if name not in firsts]
+    return [
+        *firsts,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in others[::3]),
+        *(pytest.param(name, marks=pytest.mark.campaign) for name in others if name not in others[::3]),
+    ]
 
 
 def tokens(batch: int = 2, length: int = 9) -> Tensor:
@@ -231,7 +231,7 @@ def test_one_token_keeps_gradients_equal(name: str) -> None:
     assert_same_step_up_to_zeros(optimized_copy(layer), layer, {"hidden": tokens(1, fewest)})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", list(VARIANTS)[::4])
 def test_experts_compiled_alone_are_chunked_exactly(variant: str) -> None:
     experts = VariantExperts(VariantConfig(variant, **SIZES))  # type: ignore[arg-type]  # a Variant
     optimized = optimized_copy(experts, rows_per_chunk=5)

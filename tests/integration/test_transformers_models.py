@@ -34,8 +34,9 @@ def chunked(model: torch.nn.Module) -> int:
     return memfine_fx.report(model).num_chunked
 
 
-@pytest.mark.parametrize("spelling", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "spelling"), [*((family, "grouped_mm") for family in FAMILIES), ("gpt_oss", "batched_mm")]
+)
 def test_fp32_outputs_and_gradients_equal_eager(family: str, spelling: str) -> None:
     model = tiny_causal_lm(family, experts_implementation=spelling)
     optimized = optimized_copy(model, rows_per_chunk=5)
@@ -53,7 +54,7 @@ def test_gradient_checkpointing_keeps_gradients_equal(family: str) -> None:
     assert chunked(optimized) == NUM_MOE_LAYERS.get(family, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_token_slices_give_the_same_gradients(family: str) -> None:
     model = tiny_causal_lm(family)
     assert_same_step(optimized_copy(model, axis="tokens", tokens_per_chunk=7), model, token_inputs())
@@ -70,7 +71,7 @@ def test_three_shapes_share_one_compilation(family: str) -> None:
     assert memfine_fx.report(optimized).num_graphs == graphs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_bf16_is_no_further_from_fp32_than_eager_bf16(family: str) -> None:
     """Compared on the experts alone, where the routing is an input: a flipped top-k would hide everything else."""
     torch.manual_seed(1)
@@ -153,8 +154,7 @@ def test_regions_put_back_as_they_were_change_nothing_at_all(inner: str, monkeyp
     assert memfine_fx.report(rewritten).num_chunked == 2
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "is_checkpointed"), [("qwen3_moe", False), ("gpt_oss", True)])
 def test_bf16_models_train_chunked_at_the_loss_of_eager(family: str, is_checkpointed: bool) -> None:
     model = tiny_causal_lm(family).to(torch.bfloat16)
     trained = copy.deepcopy(model)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,10 +112,15 @@ def test_success_leaves_nothing_changed(entry: str) -> None:
         assert "1 of 1" in str(ENTRIES[entry](model, hidden))
 
 
+def _in_turn(firsts: Iterable[str], stages: Iterable[str]) -> list[Any]:
+    """Every stage of every entry, each with one of the failures, so that each meets every stage and every entry."""
+    places = itertools.product(enumerate(firsts), enumerate(stages))
+    cases = [(first, stage, FAILURES[(number + place) % len(FAILURES)]) for (number, first), (place, stage) in places]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1]}-{type(case[2]).__name__}") for case in cases]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda one: type(one).__name__)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "stage", "failure"), _in_turn(ENTRIES, STAGES))
 def test_failures_leave_nothing_changed(entry: str, stage: str, failure: BaseException) -> None:
     model, hidden = net(), torch.randn(12, HIDDEN, requires_grad=True)
     with untouched(model, [hidden]), failing(STAGES[stage], failure):
@@ -152,9 +158,7 @@ def optimized(way: str, model: nn.Module) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda one: type(one).__name__)
-@pytest.mark.parametrize("stage", FORWARD_STAGES)
-@pytest.mark.parametrize("way", ["optimize", "compile"])
+@pytest.mark.parametrize(("way", "stage", "failure"), _in_turn(["optimize", "compile"], FORWARD_STAGES))
 def test_a_step_that_fails_leaves_the_next_one_exact(way: str, stage: str, failure: BaseException) -> None:
     check_failing_step(way, stage, failure)
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import memfine_fx
 from tests.integration.test_guarded_loops import ROWS, outcome
+from tests.properties.life import NUM_TOKENS
 
-pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 VALID = "valid = x[:, :1] > 0"
 PLACES = (
     "token = mask.any(dim=-1).nonzero(as_tuple=False).squeeze(-1)",
@@ -99,7 +100,7 @@ def trained(folder: Path, fields: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_a_loop_that_public_code_writes_is_chunked(name: str, tmp_path: Path) -> None:
-    result = trained(tmp_path, CHUNKED[name])
+    result = trained(tmp_path, CHUNKED[name] | {"num_tokens": NUM_TOKENS})
     assert result.verdict == "exact" and result.num_chunked, result
 
 
@@ -145,5 +146,5 @@ def test_a_backward_of_ones_own_in_the_experts_is_the_reason_why_they_run_as_wri
 
 @pytest.mark.parametrize("name", UNPROVED)
 def test_a_loop_that_is_not_proved_runs_as_written(name: str, tmp_path: Path) -> None:
-    result = trained(tmp_path, UNPROVED[name] | {"gives_up_comparison_with_eager": True})
+    result = trained(tmp_path, UNPROVED[name])
     assert result.verdict == "exact" and result.num_chunked == 0, result

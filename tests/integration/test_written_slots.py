@@ -15,7 +15,7 @@ import pytest
 from tests.properties.life import Outcome, compare
 from tests.properties.written import EXPERTS, WrittenLayer, load, module_source
 
-pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 ROUTE = ("w, i = logits.softmax(-1).topk(2, dim=-1)",)
 DISPATCH = (
     "mask = F.one_hot(i, self.num).to(x.dtype)",

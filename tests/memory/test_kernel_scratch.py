@@ -224,8 +224,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("num_rows", [16, 97, 539, 2048])
-@pytest.mark.parametrize(("width", "hidden"), [(512, 256), (192, 320), (128, 64), (64, 64), (48, 80), (32, 32)])
+@pytest.mark.parametrize("num_rows", [16, 539, 2048])
+@pytest.mark.parametrize(("width", "hidden"), [(512, 256), (64, 64), (48, 80)])
 def test_scratch_of_a_gradients_product_is_no_more_than_is_counted(width: int, hidden: int, num_rows: int) -> None:
     measured = product_bytes(width, hidden, num_rows, torch.bfloat16)
     known = gradient_scratch([(width, hidden), (7,)], torch.bfloat16, "cpu").subs(ROWS, num_rows)

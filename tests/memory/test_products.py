@@ -30,7 +30,7 @@ MOST = 1.0 if IS_TRIED else 1.5
 """Of what is counted with the machine's own excess."""
 
 
-@pytest.fixture(params=[1, 2, 16])
+@pytest.fixture(params=[2, 16])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -1,4 +1,7 @@
-"""The text of each spelling's rewritten graph and expert function, as committed; `make golden` writes it again."""
+"""Rewritten graphs and expert functions of one layer of each kind, as text; `make golden` writes it again.
+
+What the other spellings compute is compared with eager code in tests/integration/test_spellings.py.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,21 @@ def _spelling(name: str) -> Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]:
     return build
 
 
-LAYERS = {
-    "transformers grouped_mm": _experts("grouped_mm"),
-    "transformers batched_mm": _experts("batched_mm"),
-    **{name: _spelling(name) for name in SPELLINGS},
-}
+NAMES = (
+    "gathered weights, shared expert, sigmoid router",
+    "gathered weights, biases, clamped interleaved gate",
+    "expert loop, where",
+    "expert loop, guarded",
+    "list of experts, counted",
+    "list of experts, filled",
+    "slots, choice",
+    "every expert on every token, loop, masks",
+    "every expert on every token, scatter by einsum",
+    "scores on the input, bmm over all experts",
+    "one-hot dispatch with capacity",
+    "zero experts",
+)
+LAYERS = {"transformers grouped_mm": _experts("grouped_mm"), **{name: _spelling(name) for name in NAMES}}
 
 
 def rewritten_text(layer: nn.Module, inputs: Sequence[Tensor]) -> str:
@@ -76,9 +89,7 @@ def _outcomes(session: Session) -> list[str]:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the texts are those of torch 2.13")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("experts, ") else []) for name in LAYERS]
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_rewritten_graphs_read_as_committed(name: str, request: pytest.FixtureRequest) -> None:
     layer, inputs = LAYERS[name]()
     text = re.sub(r"[0-9a-f]{16}/\d+", "SITE", rewritten_text(layer, inputs))

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 import memfine_fx
 
-__all__ = ["Outcome", "Results", "Step", "compare", "loss_of", "plain_step", "state_of"]
+__all__ = ["NUM_TOKENS", "Outcome", "Results", "Step", "compare", "loss_of", "plain_step", "state_of"]
 
 Results = dict[str, Any]
 Step = Callable[[Callable[[Tensor], Tensor], Tensor, int], Results]
 """Uses a model with tokens [T,H] in a step with this number; leaves gradients, and returns what else must agree."""
+Steps = list[tuple[int, list[float]]]
+"""Of each step the number of tokens, and what is added to the experts' scores."""
 Verdict = Literal[
     "exact",
     "wrong",
@@ -38,7 +40,8 @@ Verdict = Literal[
 is wrong. It is wrong too where the same is off first, in any step: which step it is depends on earlier captures."""
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-2, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 """In fp32 layers have a part in bf16."""
-_NUM_TOKENS = (6, 1, 3, 2)
+NUM_TOKENS = (6, 1, 3, 2)
+"""Of each step. One token is a graph of its own, which takes as long to compile as the others together."""
 _RARE = -30.0
 
 
@@ -112,7 +115,13 @@ def _kept(value: Any) -> Any:
 
 
 def compare(
-    model: nn.Module, *, inner: str = "eager", seed: int = 0, step: Step = plain_step, **fields: Any
+    model: nn.Module,
+    *,
+    inner: str = "eager",
+    seed: int = 0,
+    step: Step = plain_step,
+    num_tokens: Sequence[int] = NUM_TOKENS,
+    **fields: Any,
 ) -> Outcome:
     """Train an optimized copy of a layer and the layer itself, and compare them after each step.
 
@@ -121,12 +130,13 @@ def compare(
         inner: the inner backend.
         seed: of the routings.
         step: what is done in a step.
+        num_tokens: of each step.
         **fields: further options of Config.
     """
     if inner == "inductor" and not torch._inductor.config.fallback_random:
         # Inductor's own random numbers are not eager's, with torch.compile alone as well.
         with torch._inductor.config.patch(fallback_random=True):
-            return compare(model, inner=inner, seed=seed, step=step, **fields)
+            return compare(model, inner=inner, seed=seed, step=step, num_tokens=num_tokens, **fields)
     torch._dynamo.reset()
     before = copy.deepcopy(model)
     num_experts = model.skew.shape[0]  # type: ignore[union-attr,operator]
@@ -135,44 +145,44 @@ def compare(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         memfine_fx.optimize(optimized, dynamic=True, config=config)
-        for number, (num_tokens, skew) in enumerate(_steps(num_experts, seed)):
-            expected, eager_error = _attempted(model, num_tokens, skew, step, number)
-            results, error = _attempted(optimized, num_tokens, skew, step, number)
+        steps = _steps(num_experts, seed, num_tokens)
+        for number, routing in enumerate(steps):
+            expected, eager_error = _attempted(model, *routing, step, number)
+            results, error = _attempted(optimized, *routing, step, number)
             report = memfine_fx.report(optimized)
             reasons = "; ".join(region.reason or "" for region in report.regions if region.status == "refused")
             if expected is None or results is None:
                 verdict: Verdict = "only eager raises" if results is not None else "both raise"
                 if expected is not None:
-                    raises_too = None in _results_alone(before, inner, seed, step)
+                    raises_too = None in _results_alone(before, inner, steps, step)
                     verdict = "torch.compile raises too" if raises_too else "only ours raises"
                 return Outcome(
                     verdict, report.num_chunked, f"step {number}: eager {eager_error}, ours {error} ({reasons})"
                 )
             difference = _first_difference(results, expected, _tolerance(model))
             if difference:
-                is_upstream = not report.num_chunked and _is_off_alone(before, inner, seed, step, difference)
+                is_upstream = not report.num_chunked and _is_off_alone(before, inner, steps, step, difference)
                 verdict = "torch.compile is wrong too" if is_upstream else "wrong"
                 return Outcome(verdict, report.num_chunked, f"step {number}: {difference} ({reasons})")
     return Outcome("exact", report.num_chunked, reasons)
 
 
-def _results(model: nn.Module, seed: int, step: Step) -> list[Results | None]:
+def _results(model: nn.Module, steps: Steps, step: Step) -> list[Results | None]:
     """Results of each step; None for a step that raises."""
     torch._dynamo.reset()
-    steps = _steps(model.skew.shape[0], seed)  # type: ignore[union-attr,index]
     return [_attempted(model, *routing, step, number)[0] for number, routing in enumerate(steps)]
 
 
-def _results_alone(model: nn.Module, inner: str, seed: int, step: Step) -> list[Results | None]:
+def _results_alone(model: nn.Module, inner: str, steps: Steps, step: Step) -> list[Results | None]:
     """Results of each step of a copy under plain torch.compile with the same backend."""
     compiled = copy.deepcopy(model)
     compiled.compile(backend=inner, dynamic=True)
-    return _results(compiled, seed, step)
+    return _results(compiled, steps, step)
 
 
-def _is_off_alone(model: nn.Module, inner: str, seed: int, step: Step, difference: str) -> bool:
+def _is_off_alone(model: nn.Module, inner: str, steps: Steps, step: Step, difference: str) -> bool:
     """Whether plain torch.compile with the same backend is off in what is off here, experts' indices aside."""
-    pairs = zip(_results_alone(model, inner, seed, step), _results(model, seed, step), strict=True)
+    pairs = zip(_results_alone(model, inner, steps, step), _results(model, steps, step), strict=True)
     differences = [
         _first_difference(results, expected, _tolerance(model))
         for results, expected in pairs
@@ -185,10 +195,9 @@ def _without_numbers(difference: str) -> str:
     return re.sub(r"\d+", "", difference.split(" off by ")[0])
 
 
-def _steps(num_experts: int, seed: int) -> list[tuple[int, list[float]]]:
-    """Numbers of tokens, and what is added to the experts' scores."""
+def _steps(num_experts: int, seed: int, num_tokens: Sequence[int]) -> Steps:
     draw = random.Random(seed)
-    return [(num_tokens, [_RARE * (draw.random() < 0.4) for _ in range(num_experts)]) for num_tokens in _NUM_TOKENS]
+    return [(number, [_RARE * (draw.random() < 0.4) for _ in range(num_experts)]) for number in num_tokens]
 
 
 def _attempted(

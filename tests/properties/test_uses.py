@@ -15,20 +15,17 @@ from tests.properties.life import compare, plain_step
 from tests.properties.uses import BUILDS, LAYERS, USES, layer_of
 from tests.properties.written import load
 
-pytestmark = [pytest.mark.own_code, pytest.mark.usefixtures("float64_by_default")]
+pytestmark = pytest.mark.usefixtures("float64_by_default")
 CASES = [*USES, *BUILDS]
 FEW = (
-    "checkpointed",
     "copied when saved",
     "backward of two losses",
-    "inference first",
     "another number of choices",
     "no tokens first",
     "stopped in backward",
     "parameters written before backward",
-    "one layer twice",
-    "bfloat16",
 )
+"""The other cases are slow tests."""
 RAISING = (
     "backward again after it was freed",
     "second derivative",

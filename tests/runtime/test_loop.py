@@ -159,7 +159,7 @@ def test_outputs_and_gradients_are_those_of_autograd(name: str, axis: str, polic
     run(case, *inputs).assert_close(reference(case, *inputs))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.77, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.77])
 @pytest.mark.parametrize("axis", ["rows", "tokens"])
 @pytest.mark.parametrize("name", CASES)
 def test_part_of_the_rows_is_kept_wherever_the_border_falls(name: str, axis: str, share: float) -> None:

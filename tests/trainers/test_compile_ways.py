@@ -1,14 +1,9 @@
-"""The ways to ask torch.compile: modes, fullgraph, dynamic, layers compiled alone; threads, copies and saved models."""
+"""The ways to ask torch.compile: modes, fullgraph, dynamic, a compiled step; threads and generation."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,16 +82,6 @@ def test_modes_with_cuda_graphs_are_refused(mode: str) -> None:
 
 
 @pytest.mark.trainers
-def test_layers_compiled_alone_share_one_graph() -> None:
-    model = tiny(4)
-    optimized = copy.deepcopy(model)
-    for layer in optimized.model.layers:
-        layer.compile(backend="memfine", options=OPTIONS)
-    assert_same_step(optimized, model, batch())
-    assert memfine_fx.report(optimized).num_graphs == 1
-
-
-@pytest.mark.trainers
 def test_a_compiled_training_step_is_chunked() -> None:
     model = tiny()
     ours = copy.deepcopy(model)
@@ -141,25 +126,6 @@ def test_threads_share_an_optimized_model() -> None:
 
 
 @pytest.mark.trainers
-def test_copies_and_pickles_are_optimized_and_saved_weights_are_plain() -> None:
-    model = tiny()
-    optimized = optimized_copy(model, rows_per_chunk=5)
-    inputs = batch()
-    optimized(**inputs)
-    file = io.BytesIO()
-    torch.save(optimized.state_dict(), file)
-    file.seek(0)
-    loaded = tiny()
-    loaded.load_state_dict(torch.load(file))
-    expected = model(**inputs).logits
-    assert loaded._compiled_call_impl is None
-    assert relative_error(loaded(**inputs).logits, expected) < FP32_TOLERANCE
-    for copied in (copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized))):
-        assert relative_error(copied(**inputs).logits, expected) < FP32_TOLERANCE
-        assert memfine_fx.report(copied).num_chunked == 1
-
-
-@pytest.mark.trainers
 def test_generation_and_training_take_turns() -> None:
     model = tiny()
     optimized = optimized_copy(model, rows_per_chunk=5)
@@ -173,34 +139,3 @@ def test_generation_and_training_take_turns() -> None:
         optimized.train()
         model.train()
     assert run_step(optimized, batch()).tensors
-
-
-WARM_START = """
-import torch, memfine_fx
-from memfine_fx.models import MixtralConfig, MixtralMoE
-from torch._dynamo.utils import counters
-torch.manual_seed(0)
-layer = MixtralMoE(MixtralConfig(hidden=16, expert_width=24, num_experts=4, top_k=2, spelling="gathered"))
-memfine_fx.optimize(layer)
-layer(torch.randn(11, 16)).sum().backward()
-print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
-"""
-
-
-@pytest.mark.trainers
-def test_a_second_process_starts_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graph, forward body and backward body come from Inductor's cache."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", WARM_START],
-            cwd=Path(__file__).resolve().parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for _ in range(2)
-    ]
-    (_, cold_misses), (hits, misses) = (map(int, run.stdout.split()) for run in runs)
-    assert cold_misses >= 4
-    assert (hits, misses) == (cold_misses, 0)

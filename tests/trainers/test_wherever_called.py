@@ -7,7 +7,6 @@ backward in chunks in that very step, so that no report of an earlier graph can 
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,30 +247,6 @@ def test_accelerate_gives_it_back(steps: Steps, accelerator_of: Callable[[str], 
     steps.take(unwrapped, theirs)
 
 
-def test_its_forward_and_its_backbone_are_called(steps: Steps) -> None:
-    """As TRL and some loops of one's own do."""
-    ours, theirs = pair()
-    optimize(ours)
-    steps.take(Forwarded(ours), Forwarded(theirs))
-    steps.take(OfBackbone(ours), OfBackbone(theirs))
-    steps.take(ours, theirs)
-
-
-class Forwarded(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Tensor) -> Any:
-        return self.model.forward(**inputs)
-
-
-class OfBackbone(Forwarded):
-    def forward(self, **inputs: Tensor) -> Any:
-        logits = self.model.lm_head(self.model.model(input_ids=inputs["input_ids"]).last_hidden_state)
-        return types.SimpleNamespace(loss=logits.square().mean())
-
-
 @pytest.mark.parametrize("optimized", ["the model, before", "the model, after", "the wrapper"])
 def test_ddp_around_it(steps: Steps, group: None, optimized: str) -> None:
     ours, theirs = pair()
@@ -297,16 +272,3 @@ def test_fsdp2_shards_it(steps: Steps, group: None, is_before: bool) -> None:
     if not is_before:
         optimize(ours)
     steps.take(ours, theirs)
-
-
-def test_training_and_evaluation_take_turns(steps: Steps) -> None:
-    ours, theirs = pair()
-    optimize(ours)
-    for _ in range(2):
-        steps.take(ours, theirs)
-        for model in (ours, theirs):
-            model.eval()
-        with torch.no_grad():
-            assert relative_error(ours(**batch()).logits, theirs(**batch()).logits) < FP32_TOLERANCE
-        for model in (ours, theirs):
-            model.train()
