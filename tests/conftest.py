@@ -30,8 +30,8 @@ def _earlier_objects_are_left_alone() -> None:
 def _fresh_compiler(request: pytest.FixtureRequest) -> None:
     """Each test compiles from scratch, with its own Dynamo state and a fixed seed, and hears every warning anew.
 
-    Each capture fills torch's cache of fake tensors, which checks what it takes in and is seldom asked for small layers:
-    a third of the fast tests' time. Slow tests have it, as users do.
+    Each capture fills torch's cache of fake tensors, which checks what it takes in and is seldom asked for by layers as
+    small as these: a third of the fast tests' time. Slow tests have it, as users do.
     """
     checks.forget_failures()
     torch._dynamo.config.fake_tensor_cache_enabled = request.node.get_closest_marker("slow") is not None

@@ -162,19 +162,28 @@ def test_stages_of_a_command_are_lines_with_seconds(capsys: pytest.CaptureFixtur
     assert not stages.handlers
 
 
-@pytest.mark.parametrize("command", ["explain", "verify", "plan"])
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("explain", []),
+        ("explain", ["--json"]),
+        ("verify", []),
+        ("plan", []),
+        ("plan", ["--json"]),
+        ("plan", ["--quiet"]),
+    ],
+)
 def test_a_command_shows_its_stages_and_nothing_of_other_packages(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMFINE_QUIET", "0")
     monkeypatch.setattr(progress, "_PATIENCE", 0.01)
     (tmp_path / "model.py").write_text(f"import warnings\nwarnings.warn('noise')\n{FACTORY}", encoding="utf-8")
     given = ["--tokens", "64"] if command == "plan" else [f"{tmp_path}/model.py:make"]
-    for more in ([], ["--json"], ["--quiet"]):
-        assert main([command, *given, *more]) == 0
-        said = capsys.readouterr().err.splitlines()
-        assert [line for line in said if not (line.startswith("[") and " s] " in line)] == []
-        assert ("loading torch" in said[0]) if not more else not said
+    assert main([command, *given, *more]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if not (line.startswith("[") and " s] " in line)] == []
+    assert ("loading torch" in said[0]) if not more else not said
 
 
 def test_the_first_line_comes_before_torch(tmp_path: Path) -> None:

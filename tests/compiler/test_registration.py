@@ -27,23 +27,9 @@ def run_python(source: str, folder: Path, **variables: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "imports",
-    ["import torch, memfine_fx", "import torch, torch._dynamo, memfine_fx", "import memfine_fx, torch._dynamo, torch"],
-)
-def test_the_backend_is_known_before_and_after_dynamo_loads(imports: str, tmp_path: Path) -> None:
-    registered = """
-import torch._dynamo.backends.registry as registry
-assert registry.lookup_backend("memfine") is __import__("memfine_fx.compiler.entry").compiler.entry.memfine
-"""
-    assert run_python(imports + registered + COMPILE, tmp_path) == "7.0"
-
-
-def test_registering_again_changes_nothing(tmp_path: Path) -> None:
-    source = """
+REGISTERED_AGAIN = """
 import sys, torch, memfine_fx
 from memfine_fx.compiler.registration import register_backend
-register_backend()
 num_finders = len(sys.meta_path)
 register_backend()
 assert len(sys.meta_path) == num_finders
@@ -52,9 +38,18 @@ known = dict(torch._dynamo.backends.registry._COMPILER_FNS)
 register_backend()
 assert torch._dynamo.backends.registry._COMPILER_FNS == known
 assert len(sys.meta_path) == num_finders - 1
-print("same")
 """
-    assert run_python(source, tmp_path) == "same"
+
+
+@pytest.mark.parametrize(
+    "imports", [REGISTERED_AGAIN, "import torch, torch._dynamo, memfine_fx", "import memfine_fx, torch._dynamo, torch"]
+)
+def test_the_backend_is_known_before_and_after_dynamo_loads(imports: str, tmp_path: Path) -> None:
+    registered = """
+import torch._dynamo.backends.registry as registry
+assert registry.lookup_backend("memfine") is __import__("memfine_fx.compiler.entry").compiler.entry.memfine
+"""
+    assert run_python(imports + registered + COMPILE, tmp_path) == "7.0"
 
 
 CONFIG_FILE = """
@@ -222,16 +217,6 @@ for settings in ({"backend": Backend.NO}, {"mode": "max-autotune-no-cudagraphs"}
     assert optimized_call(other) is None
 compiled = torch.compile(nn.Linear(2, 2))
 assert Accelerator().prepare_model(compiled) == (compiled, "MEMFINE") and optimized_call(compiled) is None
-print("optimized")
-"""
-    )
-    assert run_python(source, tmp_path) == "optimized"
-
-
-def test_an_option_of_a_host_that_is_malformed_is_told_where_the_model_is_prepared(tmp_path: Path) -> None:
-    source = (
-        HAND_OVER
-        + """
 try:
     Accelerator(options={"colour": 3}).prepare_model(nn.Linear(2, 2))
 except memfine_fx.ConfigError as error:

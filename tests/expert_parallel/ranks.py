@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
 import torch.multiprocessing
 
@@ -52,6 +53,7 @@ def _run(
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    torch._dynamo.config.fake_tensor_cache_enabled = False  # as in fast tests
     give_rates()  # the ranks are processes of their own, which no fixture reaches
     dist.init_process_group(
         "gloo",

@@ -28,8 +28,7 @@ RAISED = {
 }
 
 
-@pytest.mark.parametrize("axis", ["rows", "tokens"])
-@pytest.mark.parametrize("name", RAISED)
+@pytest.mark.parametrize(("name", "axis"), list(zip(RAISED, ("rows", "tokens", "rows", "tokens"), strict=True)))
 def test_layers_are_chunked_exactly(name: str, axis: str) -> None:
     layer = RAISED[name]()
     optimized = optimized_copy(layer, axis=axis, rows_per_chunk=6)

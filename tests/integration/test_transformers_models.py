@@ -44,7 +44,7 @@ def test_fp32_outputs_and_gradients_equal_eager(family: str, spelling: str) -> N
     assert chunked(optimized) == NUM_MOE_LAYERS.get(family, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_gradient_checkpointing_keeps_gradients_equal(family: str) -> None:
     model = tiny_causal_lm(family)
     checkpointed = copy.deepcopy(model)

@@ -49,19 +49,6 @@ def test_a_model_is_verified_with_its_controls(family: str, spelling: str, is_ch
         assert {check.routing for check in region.checks} == {"captured", *_ROUTINGS}
 
 
-def test_verifying_leaves_model_gradients_and_random_state_alone() -> None:
-    model = tiny_causal_lm("qwen3_moe")
-    before = copy.deepcopy(model.state_dict())
-    state = torch.get_rng_state()
-    inputs = {name: value.clone() for name, value in tokens().items()}
-    torch.set_rng_state(state)
-    memfine_fx.verify(model, config=EAGER, **inputs)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert model._compiled_call_impl is None
-
-
 def test_bf16_is_held_to_what_the_original_itself_achieves() -> None:
     report = memfine_fx.verify(layer("grouped").to(torch.bfloat16), torch.randn(40, 16).bfloat16(), config=EAGER)
     (region,) = report.regions
@@ -69,9 +56,8 @@ def test_bf16_is_held_to_what_the_original_itself_achieves() -> None:
     assert region.worst is not None and 1e-4 < region.worst.original_error < 1e-1
 
 
-@pytest.mark.parametrize("axis", ["rows", "tokens"])
-def test_both_axes_are_verified(axis: Any) -> None:
-    config = memfine_fx.Config(inner_backend="eager", axis=axis)
+def test_slices_of_tokens_are_verified() -> None:
+    config = memfine_fx.Config(inner_backend="eager", axis="tokens")
     assert memfine_fx.verify(layer(), torch.randn(40, 16), config=config).has_passed
 
 
