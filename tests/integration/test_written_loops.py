@@ -19,6 +19,7 @@ from tests.properties.life import NUM_TOKENS
 
 pytestmark = pytest.mark.usefixtures("float64_by_default")
 VALID = "valid = x[:, :1] > 0"
+ONE_CHOICE = "w, i = logits.softmax(-1).topk(1, dim=-1)"
 PLACES = (
     "token = mask.any(dim=-1).nonzero(as_tuple=False).squeeze(-1)",
     "if token.numel() == 0: continue",
@@ -65,6 +66,23 @@ CHUNKED: dict[str, dict[str, Any]] = {
             "rows = torch.empty_like(rows).index_copy(0, order, rows).view(-1, 2, H)",
             "out = torch.bmm(w.unsqueeze(1), rows).squeeze(1)",
         ),
+    },
+    "slices of one choice": {
+        "route": (ONE_CHOICE, "order = i.view(-1).argsort(stable=True)"),
+        "start": (
+            "counts = torch.bincount(i.view(-1), minlength=self.num).tolist()",
+            "parts, scales, rows = x[order].split(counts), w[order].split(counts), []",
+        ),
+        "select": (), "guard": "", "body": ("rows.append(self.ex[e](parts[e]) * scales[e])",),
+        "end": ("out = out.index_add(0, order, torch.cat(rows))",),
+    },
+    "masks of one choice": {
+        "route": (ONE_CHOICE, "ids = i.view(-1)"), "select": ("m = ids == e",), "guard": "",
+        "body": ("out[m] = self.ex[e](x[m]) * w[m]",),
+    },
+    "masked rows that are weighed before the expert": {
+        "select": ("m = (i == e).any(-1)", "s = (w * (i == e)).sum(-1)"), "guard": "not m.any()",
+        "body": ("out[m] += self.ex[e](x[m] * s[m, None])",),
     },
 }  # fmt: skip
 UNPROVED: dict[str, dict[str, Any]] = {
