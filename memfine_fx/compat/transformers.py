@@ -128,7 +128,9 @@ def experts_function(name: str) -> Callable[..., torch.Tensor]:
 
 
 def name_of_experts_function(experts: torch.nn.Module) -> str | None:
-    """Return the name of the function that experts' config chooses; None where nothing is chosen."""
+    """Return the name of the function that experts' config chooses; None where nothing is chosen, or of no experts."""
+    if not hasattr(experts, "is_transposed"):  # which transformers' decorator notes
+        return None
     name: str | None = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return name
 

@@ -37,6 +37,7 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.compat.transformers import EXPERTS, eager_experts, experts_function, gated, is_expert_parallel
 from memfine_fx.compiler.own_code_runs import MOST_BYTES, tolerance_of
 from memfine_fx.compiler.pipeline import compile_graph
+from memfine_fx.compiler.replay import layer_key, leave_router
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
 from memfine_fx.config import Config
@@ -44,6 +45,7 @@ from memfine_fx.errors import Reason
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.passes.verify.region import errors_of
 from memfine_fx.records import ChunkPlan, Refusal, Where
+from memfine_fx.runtime.routing_replay import note_ids, paused
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["experts_forward", "experts_in_graph"]
@@ -92,9 +94,12 @@ def experts_forward(experts: torch.nn.Module, hidden: Tensor, index: Tensor, wei
     """
     tensors = _tensors_of(experts)
     traced = _kind(experts, tensors, (hidden, index, weight)).traced
+    leave_router(experts)
+    note_ids(layer_key(experts), type(experts).__name__, index, int(experts.num_experts))  # type: ignore[arg-type]
     if traced is None:
         return experts_function("grouped_mm")(experts, hidden, index, weight)
-    return traced.run(*tensors.values(), hidden, index, weight)
+    with paused():  # its ids are noted
+        return traced.run(*tensors.values(), hidden, index, weight)
 
 
 def experts_in_graph(experts: torch.nn.Module, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -150,7 +155,7 @@ def _kind_by(
         kind = _kinds.get(key)
         if kind is None:
             # Modes of the call, such as those of a selective checkpoint, would see what is only traced and compared.
-            with torch.inference_mode(False), torch.enable_grad(), without_saved_tensor_hooks():
+            with paused(), torch.inference_mode(False), torch.enable_grad(), without_saved_tensor_hooks():
                 kind = _kinds[key] = run_without_modes(lambda: _prepared(experts, tensors, arguments))
         return kind
 
