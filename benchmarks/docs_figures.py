@@ -43,14 +43,15 @@ def draw_region(path: Path) -> None:
 def draw_chunks(path: Path) -> None:
     """Rows of each chunk in the order of the walk, under even and skewed routing, for both axes."""
     torch.manual_seed(0)
-    by_rows, by_tokens = [], []
+    walks: list[list[tuple[list[Chunk], str, str]]] = [[], []]
     for name, exponent, colour in (("even", 0.0, "series0"), ("skewed (Zipf)", 1.2, "series4")):
         order, offsets = sort_assignments(_routing(exponent), NUM_EXPERTS)
         slices = SliceCounter(order, offsets, TOP_K, NUM_TOKENS).bounds(TOKENS_PER_SLICE)
         rows = rows_schedule(offsets.tolist(), ROWS, groups=False)
-        by_rows.append(_titled(rows, f"rows axis, {name} routing", colour))
-        by_tokens.append(_titled(tokens_schedule(slices.tolist()), f"two slices of tokens, {name} routing", colour))
-    write_charts(path, [by_rows, by_tokens])
+        walks[0].append((rows, f"rows axis, {name} routing", colour))
+        walks[1].append((tokens_schedule(slices.tolist()), f"two slices of tokens, {name} routing", colour))
+    y = Axis("rows in the chunk", 0, 1.1 * max(chunk.num_rows for row in walks for walk in row for chunk in walk[0]))
+    write_charts(path, [[_titled(*walk, y) for walk in row] for row in walks])
 
 
 def draw_peaks(path: Path) -> None:
@@ -75,11 +76,10 @@ def _routing(exponent: float) -> torch.Tensor:
     return torch.multinomial(weights.expand(NUM_TOKENS, -1), TOP_K)
 
 
-def _titled(chunks: list[Chunk], title: str, colour: str) -> tuple[str, Chart]:
+def _titled(chunks: list[Chunk], title: str, colour: str, y: Axis) -> tuple[str, Chart]:
     boxes = [Box(place - 0.45, place + 0.45, 0, chunk.num_rows, colour=colour) for place, chunk in enumerate(chunks)]
-    y = Axis("rows in the chunk", 0, 1.3 * ROWS)
-    chart = Chart(Axis("chunk, in the order of the walk"), y, [*boxes, level(ROWS, f"R = {ROWS}")], height=150)
-    return f"{title}: {len(chunks)} chunks", chart
+    x = Axis("chunk, in the order of the walk")
+    return f"{title}: {len(chunks)} chunks", Chart(x, y, [*boxes, level(ROWS, f"R = {ROWS}")], height=150)
 
 
 def main() -> None:

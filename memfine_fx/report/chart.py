@@ -177,7 +177,7 @@ def write_charts(path: str | Path, rows: Sequence[Sequence[tuple[str, Chart]]], 
         ConfigError: the file's name does not end in ".svg".
     """
     if Path(path).suffix.lower() != ".svg":
-        raise ConfigError(f"charts are written as SVG: name the file {Path(path).with_suffix('.svg')}, not {path}")
+        raise ConfigError(f"charts are SVG: name the file {Path(path).with_suffix('.svg')}, not {path}")
     Path(path).write_text(chart_file(rows, width), encoding="utf-8")
 
 
@@ -330,7 +330,7 @@ def _note(
     """Return the note's SVG; `taken` has (left, right, height) of the notes that later ones move up from."""
     x, y = to_x(note.x), to_y(note.y)
     if note.is_upright:
-        return _text(x - 4, y, note.text, "end", turned=True, colour="ink")
+        return _text(x + 13, y, note.text, "end", turned=True, colour="ink")
     if not note.is_apart:
         shift = {"start": 5, "middle": 0, "end": -5}[note.anchor]
         return _text(x + shift, y + 4, note.text, note.anchor, colour="ink")

@@ -27,7 +27,7 @@ p{margin:.4rem 0;overflow-wrap:anywhere}
 .soft{color:var(--soft)}
 ul{padding-left:1.2rem;margin:.4rem 0}
 li{overflow-wrap:anywhere;margin:.3rem 0}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(13rem,1fr));gap:.7rem;margin:1rem 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(14.5rem,1fr));gap:.7rem;margin:1rem 0}
 .card{background:var(--back);border-left:4px solid var(--accent);padding:.6rem .8rem;border-radius:4px}
 .card.bad{border-color:var(--bad)}
 .card b{display:block;font-size:1.35rem;line-height:1.2}
