@@ -27,7 +27,7 @@ _TEXT, _CHARACTER, _ROW = 12, 7.1, 18  # px: height of text, width of a characte
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis.
+    """One axis of a chart: what it measures, its ends and its ticks.
 
     Args:
         label: the quantity and its unit, such as "live memory, MiB".
@@ -120,9 +120,9 @@ class Chart:
             parts.append(_text(left - 5, height + 4, text, "end"))
         bottom, ticks = self._x_ticks(x, to_x, top + self.height)
         parts += ticks
-        taken: list[tuple[float, float, float]] = []
+        note_places: list[tuple[float, float, float]] = []
         for mark in self.marks:
-            parts.append(_note(mark, to_x, to_y, taken) if isinstance(mark, Note) else _mark(mark, to_x, to_y))
+            parts.append(_note(mark, to_x, to_y, note_places) if isinstance(mark, Note) else _mark(mark, to_x, to_y))
         parts.append(_path([(left, top + self.height), (right, top + self.height)], "soft"))
         parts.append(_text((left + right) / 2, bottom + _ROW - 4, x.label, "middle"))
         bottom, legend = _legend(self.marks, bottom + _ROW + 4, width)
@@ -325,9 +325,12 @@ def _text(x: float, y: float, text: str, anchor: str = "start", turned: bool = F
 
 
 def _note(
-    note: Note, to_x: Callable[[float], float], to_y: Callable[[float], float], taken: list[tuple[float, float, float]]
+    note: Note,
+    to_x: Callable[[float], float],
+    to_y: Callable[[float], float],
+    note_places: list[tuple[float, float, float]],
 ) -> str:
-    """Return the note's SVG; `taken` has (left, right, height) of the notes that later ones move up from."""
+    """Return the note's SVG; `note_places` has (left, right, height) of the notes that later ones move up from."""
     x, y = to_x(note.x), to_y(note.y)
     if note.is_upright:
         return _text(x + 13, y, note.text, "end", turned=True, colour="ink")
@@ -335,9 +338,9 @@ def _note(
         shift = {"start": 5, "middle": 0, "end": -5}[note.anchor]
         return _text(x + shift, y + 4, note.text, note.anchor, colour="ink")
     left, right, height = x + 8, x + 8 + _CHARACTER * len(note.text), y + 4
-    while any(left < end and begin < right and abs(height - other) < _TEXT + 1 for begin, end, other in taken):
+    while any(left < end and begin < right and abs(height - other) < _TEXT + 1 for begin, end, other in note_places):
         height -= 3
-    taken.append((left, right, height))
+    note_places.append((left, right, height))
     back = _path([(x, y), (left - 1, height - 4)], "line") if height < y else ""
     return back + _text(left, height, note.text, colour="ink")
 
