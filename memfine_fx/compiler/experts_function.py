@@ -94,7 +94,7 @@ def experts_forward(experts: torch.nn.Module, hidden: Tensor, index: Tensor, wei
     """
     tensors = _tensors_of(experts)
     traced = _kind(experts, tensors, (hidden, index, weight)).traced
-    leave_router(experts)
+    leave_router(experts, index)
     note_ids(layer_key(experts), type(experts).__name__, index, int(experts.num_experts))  # type: ignore[arg-type]
     if traced is None:
         return experts_function("grouped_mm")(experts, hidden, index, weight)

@@ -42,9 +42,10 @@ def record_routing(model: torch.nn.Module) -> Iterator[RoutingRecord]:
         choices. uint8, uint16 from 256 experts on; the largest number marks a choice that the router dropped.
 
     Raises:
-        RoutingReplayError: in a forward, where a layer has no routing by token; from `ids`, where no layer ran.
+        RoutingReplayError: in a forward, where a layer has no routing by token, or its ids are computed of what the
+            router chooses; from `ids`, where no layer ran.
     """
-    with active(RoutingRecord(_scope(model))) as record:
+    with active(RoutingRecord(_scope(model))) as record, _eager_routers(model, None):
         yield record
 
 
@@ -137,18 +138,19 @@ class _Router:
 
     Args:
         experts: of the module.
-        replay: what gives the ids.
+        replay: what gives the ids; None while they are recorded.
     """
 
-    def __init__(self, experts: torch.nn.Module, replay: RoutingReplay) -> None:
+    def __init__(self, experts: torch.nn.Module, replay: RoutingReplay | None) -> None:
         self._experts, self._replay = experts, replay
         self._modes = contextlib.ExitStack()
         self._num_chosen = 0
+        self._chosen_here: list[Tensor] = []
 
     def enter(self, module: torch.nn.Module, args: object) -> None:
         """Force choices from here on; a pre-hook of the module around the experts."""
         if not torch.compiler.is_compiling():
-            self._num_chosen = 0
+            self._num_chosen, self._chosen_here = 0, []
             self._modes.enter_context(ForcedChoices(self._chosen, self._num_experts))
 
     def leave(self, *args: object) -> None:
@@ -160,7 +162,25 @@ class _Router:
     def _num_experts(self) -> int:
         return int(self._experts.num_experts)  # type: ignore[arg-type]
 
+    def compare(self, index: Tensor) -> None:
+        """Compare ids [T,K] that experts are called with with the router's choices, while these are recorded.
+
+        Raises:
+            RoutingReplayError: they are others, so that replaying them would give other choices.
+        """
+        choices = [ids.reshape(len(index), -1) for ids in self._chosen_here if ids.numel() % len(index) == 0]
+        if choices:
+            whole = [*choices, torch.cat([ids for ids in choices if ids.shape[1] == 1] or choices, dim=1)]
+            is_dropped = (index < 0) | (index >= self._num_experts)
+            same = (bool(((ids == index) | is_dropped).all()) for ids in whole if ids.shape == index.shape)
+            if not any(same):
+                name = type(self._experts).__name__
+                raise RoutingReplayError(f"the ids of {name} are computed of what the router chooses")
+
     def _chosen(self, scores: Tensor, own: Tensor) -> Tensor | None:
+        if self._replay is None:
+            self._chosen_here.append(own)
+            return None
         top_k, width = self._replay.top_k, own.shape[-1]
         if width not in (1, top_k) or (width == 1 and self._num_chosen == top_k):
             return None
@@ -171,36 +191,44 @@ class _Router:
         return choose(key, own.reshape(-1, width), self._num_experts, first).reshape(own.shape)
 
 
-_routers: dict[int, _Router] = {}
-"""By the id of the experts whose router is replayed, while it is."""
+_routers: dict[int, list[_Router]] = {}
+"""By the id of the experts whose router is recorded or replayed, while it is; in the order of their hooks."""
 
 
 @contextlib.contextmanager
-def _eager_routers(model: torch.nn.Module, replay: RoutingReplay) -> Iterator[None]:
-    """Inside, routers of layers in the experts function "memfine" that no optimized model captures are replayed."""
+def _eager_routers(model: torch.nn.Module, replay: RoutingReplay | None) -> Iterator[None]:
+    """Inside, routers of layers in the experts function "memfine" that no optimized model captures are replayed.
+
+    Args:
+        replay: None to compare their choices with the ids that are recorded.
+    """
     captured = {id(part) for module in model.modules() if optimized_call(module) for part in module.modules()}
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
             experts = [child for child in module.children() if name_of_experts_function(child) == "memfine"]
             if not experts or id(module) in captured:
                 continue
+            if len(experts) > 1 and replay is None:
+                continue
             if len(experts) > 1:
                 raise RoutingReplayError(
                     f"{type(module).__name__} has {len(experts)} modules of experts: which router belongs to which "
                     "only a graph shows; memfine_fx.optimize(model) captures it"
                 )
-            router = _routers[id(experts[0])] = _Router(experts[0], replay)
-            hooks.callback(_routers.pop, id(experts[0]))
+            router = _Router(experts[0], replay)
+            routers = _routers.setdefault(id(experts[0]), [])
+            routers.append(router)
+            hooks.callback(routers.remove, router)
             hooks.callback(module.register_forward_pre_hook(router.enter).remove)
             hooks.callback(module.register_forward_hook(router.leave, always_call=True).remove)
         yield
 
 
-def leave_router(experts: torch.nn.Module) -> None:
-    """Leave choices free again where experts run whose router is replayed."""
-    router = _routers.get(id(experts))
-    if router is not None:
+def leave_router(experts: torch.nn.Module, index: Tensor) -> None:
+    """Leave choices free again where experts run on ids [T,K] whose router is recorded or replayed."""
+    for router in reversed(_routers.get(id(experts), [])):
         router.leave()
+        router.compare(index)
 
 
 def layer_key(experts: torch.nn.Module) -> Key:

@@ -209,10 +209,19 @@ class RoutingReplay:
     @property
     def top_k(self) -> int:
         """K of the ids."""
-        if self._whole is None and (part := next(self._parts, None)) is not None:
+        if self._whole is not None:
+            return self._whole.shape[-1]
+        if not self._num_tokens:
+            part = self._next_part()
             self._parts = chain([part], self._parts)
-            return _checked(part).shape[-1]
-        return (self._rows if self._whole is None else self._whole).shape[-1]
+            return part.shape[-1]
+        return self._rows.shape[-1]
+
+    def _next_part(self) -> Tensor:
+        part = next(self._parts, None)
+        if part is None:
+            raise RoutingReplayError("there are no ids for a forward: all parts were used")
+        return _checked(part)
 
     def chosen(self, key: Key, own: Tensor, num_experts: int, first: int, top_k: int) -> Tensor:
         """Return the ids of a layer's tokens, as `own` in dtype, device and shape.
@@ -245,24 +254,20 @@ class RoutingReplay:
         column, begins = self._columns.next(key)
         if begins:
             self._rows = self._begun(num_tokens, num_experts)
-        num_layers = self._rows.shape[1] if self._layers is None else len(self._layers)
-        shape = (len(self._rows), self._rows.shape[2])
-        if column >= num_layers or shape != (num_tokens, top_k):
+        num_layers, *shape = self._rows.transpose(0, 1).shape
+        if column >= num_layers or shape != [num_tokens, top_k]:
             raise RoutingReplayError(
                 f"MoE layer {column} chooses {top_k} experts for each of {num_tokens} tokens; the ids of this forward "
                 f"are for {num_layers} layers, {shape[1]} experts and {shape[0]} tokens"
             )
-        return self._rows[:, column if self._layers is None else self._layers[column]]
+        return self._rows[:, column]
 
     def _begun(self, num_tokens: int, num_experts: int) -> Tensor:
         """Return the ids of a forward's tokens, [T,L,K] int32."""
         if self._num_tokens:
             self._check_layers()
         if self._whole is None:
-            part = next(self._parts, None)
-            if part is None:
-                raise RoutingReplayError(f"there are no ids for a forward of {num_tokens} tokens: all parts were used")
-            rows = _checked(part).to(torch.int32)
+            rows = self._next_part().to(torch.int32)
         elif self._mask is None:
             rows = self._whole[self._num_used : self._num_used + num_tokens].to(torch.int32)
             self._num_used += len(rows)
@@ -273,11 +278,13 @@ class RoutingReplay:
             rows[mask] = given.to(torch.int32)
             self._num_used += len(given)
         self._num_tokens += num_tokens
+        if self._layers is not None:
+            rows = rows[:, list(self._layers)]
         _check_distinct(rows, num_experts)
         return rows
 
     def _check_layers(self) -> None:
-        num_layers = self._rows.shape[1] if self._layers is None else len(self._layers)
+        num_layers = self._rows.shape[1]
         if len(self._columns) != num_layers:
             raise RoutingReplayError(
                 f"the ids are for {num_layers} MoE layers, and {len(self._columns)} of the model are chunked; layers= "
@@ -294,7 +301,8 @@ class RoutingReplay:
     def _recomputed(self, key: Key, own: Tensor) -> Tensor:
         """Return the ids that a forward had which is recomputed now."""
         forwards = self._forwards.get(key, [])
-        if len(forwards) > 1:  # of several micro-batches in flight: a recomputed router chooses what it chose
+        # A recomputed router chooses what it chose, which tells micro-batches in flight apart.
+        if len(forwards) > 1 or own.device.type == "cpu":  # a comparison waits for the device
             before = own.to(torch.int16)
             forwards = [forward for forward in forwards if torch.equal(forward.own, before)]
         if not forwards or not all(torch.equal(forward.ids, forwards[0].ids) for forward in forwards[1:]):
@@ -448,7 +456,7 @@ def note_ids(key: Key, name: str, ids: Tensor, num_experts: int) -> None:
 
 def note_backward(key: Key) -> None:
     """Note that backward ran through a layer, so that one of its forwards will not be recomputed any more."""
-    for state in _active:
+    for state in _active if not _num_pauses else ():
         if isinstance(state, RoutingReplay) and state.scope.has(key):
             state.note_backward(state.scope.owner(key))
 
@@ -466,16 +474,16 @@ def _ids_of(order: Tensor, offsets: Tensor, num_experts: int) -> Tensor:
 @torch.library.custom_op(
     "memfine::replayed_ids",
     mutates_args=(),
-    schema="(Tensor own, Tensor? parameter, str region_id, int num_experts, int first, int top_k) -> Tensor",
+    schema="(Tensor own, Tensor? parameter, str region_id, int num_experts, int first, int width, int top_k) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 def replayed_ids(
-    own: Tensor, parameter: Tensor | None, region_id: str, num_experts: int, first: int, top_k: int
+    own: Tensor, parameter: Tensor | None, region_id: str, num_experts: int, first: int, width: int, top_k: int
 ) -> Tensor:
     """Return the ids that are replayed in the place of a router's own.
 
     Args:
-        own: [...,K] or [...] ints, choices `first` and following of each token.
+        own: ints, `width` choices of each token from choice `first` on, [...,K] or [...].
         parameter: of the layer, which tells layers apart that share a graph.
         region_id: key of the live region.
         num_experts, top_k: E, K.
@@ -483,7 +491,6 @@ def replayed_ids(
     key = key_of(region_id, parameter)
     for state in _active:
         if isinstance(state, RoutingReplay) and state.scope.has(key) and not _num_pauses:
-            width = own.shape[-1] if top_k == own.shape[-1] and own.ndim > 1 else 1
             return state.chosen(state.scope.owner(key), own.reshape(-1, width), num_experts, first, top_k).reshape(
                 own.shape
             )

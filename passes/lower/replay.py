@@ -4,8 +4,7 @@ Before:  weights, ids = topk(scores, K)
 After:   _, own = topk(scores, K);  ids = memfine::replayed_ids(own, ...);  weights = gather(scores, ids)
 
 Weights are still the trained router's, and so are their gradients: those of a gather are those of a top-k that chose
-the same. A choice is looked for behind the index of a lowered region, through integers only; `runtime.routing_replay`
-compares what the layer runs with with what was handed out, whatever lies between.
+the same.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import fx
 
 import memfine_fx.runtime.routing_replay  # noqa: F401  # registers the op
 from memfine_fx.errors import RoutingReplayError
-from memfine_fx.passes.dataflow import is_int_tensor, node_value, tensor_of
+from memfine_fx.passes.dataflow import is_int_tensor, tensor_of
 from memfine_fx.passes.lower.region import Call, recording
-from memfine_fx.passes.ops import name_of
-from memfine_fx.passes.read.seeds import is_along_last, is_chosen, is_looked_up
+from memfine_fx.passes.ops import CASTS, name_of
+from memfine_fx.passes.read.seeds import GLUE, is_along_last, is_chosen, is_looked_up
 from memfine_fx.records import MoERegion
 
 __all__ = ["replay_choices"]
@@ -39,37 +38,52 @@ def replay_choices(region: MoERegion, region_id: str, parameter: fx.Node | None)
     choices = [] if region.expert_index is None else _choices(region.expert_index, num_experts)
     widths = [_num_choices(choice, top_k) for choice in choices]
     if widths not in ([top_k], [1] * top_k):
-        what = "experts choose tokens" if region.expert_index is None else f"{len(choices)} choices lead to its ids"
+        what = (
+            "experts choose tokens"
+            if region.expert_index is None
+            else "its ids are computed of what the router chooses"
+        )
         raise RoutingReplayError(f"the routing of {region.where} cannot be replayed: {what}")
     for first, choice in enumerate(choices):
-        _replace(choice, parameter, (region_id, num_experts, first, top_k))
+        _replace(choice, parameter, (region_id, num_experts, first, widths[first], top_k))
 
 
 def _choices(index: fx.Node, num_experts: int) -> list[fx.Node]:
-    """Return the integers of choices among experts that an index is computed of, in the order of its operands.
+    """Return the choices that an index is made of, in the order of a token's experts; [] where they are none.
 
-    A lookup of tokens' experts counts as one. Scores may be of more than E experts: those that do nothing count too.
+    A lookup of tokens' experts counts as a choice. Scores may be of more than E experts: those that do nothing count.
+    Between a choice and the index ids stay as they are, but for those of dropped choices, which leave the range: else a
+    recorded id would be another than the choice.
     """
-    choices: list[fx.Node] = []
-    seen: set[fx.Node] = set()
+    name, args = name_of(index), index.args
+    if is_looked_up(index):
+        return [index]
+    if is_chosen(index):
+        is_of_experts = is_along_last(index) and tensor_of(_scores(index)).shape[-1] >= num_experts
+        return [index] if is_of_experts else []
+    if index.target is torch.ops.memfine.ids_of_mask.default:
+        return _choices_of_mask(index.all_input_nodes[0], num_experts)
+    if name in ("cat", "stack") and isinstance(args[0], (tuple, list)):
+        parts = [_choices(part, num_experts) for part in args[0] if isinstance(part, fx.Node)]
+        return [choice for part in parts for choice in part] if all(parts) else []
+    if name == "where" and len(args) == 3:
+        numbers = [value for value in args[1:] if isinstance(value, int)]
+        sources = [value for value in args[1:] if isinstance(value, fx.Node)]
+        is_dropped = len(sources) == 1 and all(not 0 <= number < num_experts for number in numbers)
+        return _choices(sources[0], num_experts) if is_dropped else []
+    is_glue = name in GLUE and is_int_tensor(index) and isinstance(args[0], fx.Node)
+    return _choices(args[0], num_experts) if is_glue else []  # type: ignore[arg-type]  # a node
 
-    def visit(node: fx.Node) -> None:
-        if node in seen:
-            return
-        seen.add(node)
-        if is_looked_up(node) or is_chosen(node):
-            scores = None if is_looked_up(node) else _scores(node)
-            if scores is None or (is_along_last(node) and tensor_of(scores).shape[-1] >= num_experts):
-                choices.append(node)
-            return
-        for source in node.all_input_nodes:
-            value = node_value(source)
-            is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool
-            if is_int_tensor(source) or is_mask or isinstance(value, (tuple, list)):
-                visit(source)
 
-    visit(index)
-    return choices
+def _choices_of_mask(mask: fx.Node, num_experts: int) -> list[fx.Node]:
+    """Return the choices of whose one-hot encoding a mask is a part."""
+    name = name_of(mask)
+    if name == "one_hot":
+        return _choices(mask.all_input_nodes[0], num_experts)
+    if name in GLUE | CASTS | {"mul", "bitwise_and", "logical_and"}:
+        found = (_choices_of_mask(source, num_experts) for source in mask.all_input_nodes)
+        return next((choices for choices in found if choices), [])
+    return []
 
 
 def _chooser(choice: fx.Node) -> fx.Node:
@@ -91,7 +105,7 @@ def _num_choices(choice: fx.Node, top_k: int) -> int:
     return int(value.shape[-1]) if value.ndim == tensor_of(_scores(choice)).ndim else 1
 
 
-def _replace(choice: fx.Node, parameter: fx.Node | None, of_layer: tuple[str, int, int, int]) -> None:
+def _replace(choice: fx.Node, parameter: fx.Node | None, of_layer: tuple[str, int, int, int, int]) -> None:
     chooser = _chooser(choice)
     readers = list(chooser.users)
     with recording(choice.graph, chooser.next) as call:

@@ -28,6 +28,7 @@ from memfine_fx.passes.ops import CASTS, CHOOSERS, COPIES, FLOAT_CASTS, LOOKUPS,
 from memfine_fx.passes.read.frame import Frame
 
 __all__ = [
+    "GLUE",
     "frames_of",
     "given_sources",
     "is_along_last",
@@ -42,7 +43,7 @@ __all__ = [
     "seeds_of",
 ]
 
-_GLUE = RESHAPES | COPIES | {"detach", "to", "long", "int"}
+GLUE = RESHAPES | COPIES | {"detach", "to", "long", "int"}
 """They neither mix entries nor change ids."""
 _PARTS = VIEWS | {"clone", "index_select"} | (CASTS - FLOAT_CASTS)
 _WIDE = (torch.int32, torch.int64)
@@ -114,7 +115,7 @@ def proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
     node = index
     while not is_chosen(node):
         source = node.args[0] if node.args else None
-        if name_of(node) not in _GLUE or flow.is_written(node):
+        if name_of(node) not in GLUE or flow.is_written(node):
             return False, None
         value = node_value(source) if isinstance(source, fx.Node) else None
         if not isinstance(value, torch.Tensor) or not _has_choices_of(node, value):
