@@ -130,7 +130,11 @@ def _replays(rows: Sequence[CoverageRow]) -> list[str]:
 
 
 def _left(rows: Iterable[CoverageRow]) -> list[str]:
-    whys = [(row.name, row.failure or "; ".join(row.reasons) or _error(row)) for row in rows if not row.is_whole]
+    whys = [
+        (row.name, row.failure or "; ".join(row.reasons) or f"{_share(row)}, error {_error(row)}")
+        for row in rows
+        if not row.is_whole
+    ]
     return [f"* {name}: {why}" for name, why in whys]
 
 
@@ -245,7 +249,7 @@ def _cells(row: CoverageRow) -> str:
 
 
 def _spellings(rows: Sequence[CoverageRow]) -> list[str]:
-    """Names of rows that are whole, precise and save memory, with ranges; a line of the table for each other row."""
+    """How many rows are whole, precise and save memory, with ranges; a line of the table for each other row."""
     usual = [row for row in rows if row.is_whole and row.exact_error is None and (row.peak_ratio or 1.0) < 1.0]
     others = [row for row in rows if row not in usual]
     if not usual:
@@ -253,8 +257,8 @@ def _spellings(rows: Sequence[CoverageRow]) -> list[str]:
     peaks = sorted(row.peak_ratio or 0.0 for row in usual)
     error = max(row.worst_error or 0.0 for row in usual)
     summary = (
-        f"Chunked and exact, with an error of at most {error:.1e} and a peak of {peaks[0]:.2f} to {peaks[-1]:.2f} "
-        f"(median {peaks[len(peaks) // 2]:.2f}): {'; '.join(row.name for row in usual)}."
+        f"{len(usual)} are chunked and exact, with an error of at most {error:.1e} and a peak of {peaks[0]:.2f} to "
+        f"{peaks[-1]:.2f} (median {peaks[len(peaks) // 2]:.2f}); `benchmarks/coverage/spellings.py` has their names."
     )
     return [summary, *(["", *_table(others)] if others else [])]
 

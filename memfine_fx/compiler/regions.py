@@ -31,7 +31,7 @@ from memfine_fx.passes.dataflow import Dataflow, has_unbacked_shape, is_only_ass
 from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction, compiled_expert_for
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.passes.lower.region import lower_region
-from memfine_fx.passes.lower.replay import replay_choices
+from memfine_fx.passes.lower.replay import choices_of, replay_choices
 from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, say_why_gathered, sharded_experts
 from memfine_fx.passes.lower.terms import argument_specs, num_tokens_hint, num_tokens_of, region_bytes, wanted_gradients
 from memfine_fx.passes.modes import modes_at
@@ -110,6 +110,7 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
     lowered = [outcome for outcome in outcomes if isinstance(outcome, LoweredRegion)]
     if lowered and session.observer.lowers:
         flow = Dataflow(body.graph)
+        choices = [choices_of(outcome.region) for outcome in lowered] if session.replays_routing else []
         for outcome in reversed(lowered):  # last first: a region may feed the next one
             live = outcome.live
             table_shape = None if live.exchange is None else live.exchange.table_shape
@@ -117,12 +118,11 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
                 body, outcome.region, live.region_id, flow=flow, table_shape=table_shape,
                 routes_on_device=live.kernels is not None,
             )  # fmt: skip
-        if session.replays_routing:
-            for outcome in lowered:
-                region, group = outcome.region, outcome.live.key_group
-                params = group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
-                parameter = None if group is None else _input_of(params[group][0])
-                replay_choices(region, outcome.live.region_id, parameter)
+        for outcome, of_region in zip(lowered, choices, strict=False):
+            region, group = outcome.region, outcome.live.key_group
+            params = group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
+            parameter = None if group is None else _input_of(params[group][0])
+            replay_choices(region, of_region, outcome.live.region_id, parameter)
         if any(outcome.live.exchange is not None for outcome in lowered):
             drop_unread_tables(body)
         body.graph.lint()

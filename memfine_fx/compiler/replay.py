@@ -85,7 +85,7 @@ def replay_routing(
 
 def _scope(model: torch.nn.Module) -> Scope:
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
+        raise ConfigError(f"a routing expects a torch.nn.Module, got {type(model).__name__}")
     if not BACKWARD.holds():
         raise MemfineError("this version of torch does not say whether a backward runs, which a routing has to know")
     modules = frozenset(map(id, model.modules()))

@@ -238,7 +238,9 @@ class RoutingReplay:
         if first == 0 and is_in_backward():
             self._current[key] = self._recomputed(key, own)
         elif first == 0:
-            ids = self._next(key, own.shape[0], top_k, num_experts).to(own.device, torch.int64)
+            ids = self._next(key, own.shape[0], top_k)
+            _check_distinct(ids, own, num_experts)
+            ids = ids.to(own.device, torch.int64)
             self._note_forward(key, own, ids)
             self._current[key] = ids
             self._unchecked.add(key)
@@ -250,10 +252,10 @@ class RoutingReplay:
         is_given = ((ids >= 0) & (ids < num_experts)).all(dim=-1, keepdim=True)
         return torch.where(is_given, ids[:, first : first + own.shape[-1]], own).to(own.dtype)
 
-    def _next(self, key: Key, num_tokens: int, top_k: int, num_experts: int) -> Tensor:
+    def _next(self, key: Key, num_tokens: int, top_k: int) -> Tensor:
         column, begins = self._columns.next(key)
         if begins:
-            self._rows = self._begun(num_tokens, num_experts)
+            self._rows = self._begun(num_tokens)
         num_layers, *shape = self._rows.transpose(0, 1).shape
         if column >= num_layers or shape != [num_tokens, top_k]:
             raise RoutingReplayError(
@@ -262,7 +264,7 @@ class RoutingReplay:
             )
         return self._rows[:, column]
 
-    def _begun(self, num_tokens: int, num_experts: int) -> Tensor:
+    def _begun(self, num_tokens: int) -> Tensor:
         """Return the ids of a forward's tokens, [T,L,K] int32."""
         if self._num_tokens:
             self._check_layers()
@@ -278,10 +280,7 @@ class RoutingReplay:
             rows[mask] = given.to(torch.int32)
             self._num_used += len(given)
         self._num_tokens += num_tokens
-        if self._layers is not None:
-            rows = rows[:, list(self._layers)]
-        _check_distinct(rows, num_experts)
-        return rows
+        return rows if self._layers is None else rows[:, list(self._layers)]
 
     def _check_layers(self) -> None:
         num_layers = self._rows.shape[1]
@@ -367,17 +366,24 @@ def _checked(ids: object) -> Tensor:
     return ids
 
 
-def _check_distinct(rows: Tensor, num_experts: int) -> None:
-    """Raise ConfigError where a token names one expert twice: layers may add its result once, or twice."""
-    is_given = ((rows >= 0) & (rows < num_experts)).all(dim=-1)
-    ordered = rows.sort(dim=-1).values
-    twice = ((ordered[..., 1:] == ordered[..., :-1]).any(dim=-1) & is_given).nonzero()
-    if len(twice):
-        token, layer = twice[0].tolist()
+def _check_distinct(ids: Tensor, own: Tensor, num_experts: int) -> None:
+    """Raise ConfigError where a token names one expert twice, as its router does not.
+
+    Layers may add such an expert's result once, or twice.
+    """
+    is_given = ((ids >= 0) & (ids < num_experts)).all(dim=-1)
+    twice = _names_twice(ids) & is_given
+    if bool(twice.any()) and bool((twice := twice & ~_names_twice(own).to(twice.device)).any()):
+        token = int(twice.nonzero()[0])
         raise ConfigError(
-            f"ids name one expert twice for token {token} in layer {layer}: {rows[token, layer].tolist()}. Tokens "
-            "without ids, such as padding, are marked by mask= or by ids outside of the layer's experts"
+            f"ids name one expert twice for token {token} of a layer: {ids[token].tolist()}. Tokens without ids, such "
+            "as padding, are marked by mask= or by ids outside of the layer's experts"
         )
+
+
+def _names_twice(ids: Tensor) -> Tensor:
+    ordered = ids.sort(dim=-1).values
+    return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
 
 
 @contextlib.contextmanager

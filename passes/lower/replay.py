@@ -10,42 +10,67 @@ the same.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 import memfine_fx.runtime.routing_replay  # noqa: F401  # registers the op
 from memfine_fx.errors import RoutingReplayError
-from memfine_fx.passes.dataflow import is_int_tensor, tensor_of
+from memfine_fx.passes.dataflow import is_float_tensor, is_int_tensor, node_value, tensor_of
 from memfine_fx.passes.lower.region import Call, recording
-from memfine_fx.passes.ops import CASTS, name_of
+from memfine_fx.passes.ops import CASTS, CHOOSERS, MATMULS, SORTS, name_of
 from memfine_fx.passes.read.seeds import GLUE, is_along_last, is_chosen, is_looked_up
 from memfine_fx.records import MoERegion
 
-__all__ = ["replay_choices"]
+__all__ = ["choices_of", "replay_choices"]
 
 
-def replay_choices(region: MoERegion, region_id: str, parameter: fx.Node | None) -> None:
+def choices_of(region: MoERegion) -> list[fx.Node]:
+    """Return the choices that give a region its ids, in the order of a token's experts; before it is lowered.
+
+    Raises:
+        RoutingReplayError: no choice gives them, or the weights are not those of the chosen experts.
+    """
+    top_k = region.dims.top_k
+    choices = [] if region.expert_index is None else _choices(region.expert_index, region.dims.num_experts)
+    widths = [_num_choices(choice, top_k) for choice in choices]
+    other = _other_chooser(_weights_of(region), [_chooser(choice) for choice in choices])
+    why = ""
+    if region.expert_index is None:
+        why = "experts choose tokens"
+    elif widths not in ([top_k], [1] * top_k):
+        why = "its ids are computed of what the router chooses"
+    elif other is not None:
+        why = f"its weights are the largest scores, which another {name_of(other)} finds"
+    if why:
+        raise RoutingReplayError(f"the routing of {region.where} cannot be replayed: {why}")
+    return choices
+
+
+def replay_choices(region: MoERegion, choices: Sequence[fx.Node], region_id: str, parameter: fx.Node | None) -> None:
     """Let the ids of a lowered region come from `memfine::replayed_ids`; the caller recompiles the graph.
 
     Args:
+        choices: from `choices_of`.
         parameter: see `runtime.routing_replay.key_of`.
-
-    Raises:
-        RoutingReplayError: no choice of the graph gives these ids.
     """
     num_experts, top_k = region.dims.num_experts, region.dims.top_k
-    choices = [] if region.expert_index is None else _choices(region.expert_index, num_experts)
-    widths = [_num_choices(choice, top_k) for choice in choices]
-    if widths not in ([top_k], [1] * top_k):
-        what = (
-            "experts choose tokens"
-            if region.expert_index is None
-            else "its ids are computed of what the router chooses"
-        )
-        raise RoutingReplayError(f"the routing of {region.where} cannot be replayed: {what}")
     for first, choice in enumerate(choices):
-        _replace(choice, parameter, (region_id, num_experts, first, widths[first], top_k))
+        _replace(choice, parameter, (region_id, num_experts, first, _num_choices(choice, top_k), top_k))
+
+
+def _weights_of(region: MoERegion) -> list[fx.Node]:
+    """Return routing weights of a region, and what its unweighted result is multiplied by."""
+    weights = [node for node in (region.routing_weight, *region.weight_columns) if node is not None]
+    pending = [] if weights else [region.cut.exit]
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if name_of(user) in GLUE | CASTS | {"mul"}:
+                pending.append(user)
+                weights += [source for source in user.all_input_nodes if source is not node]
+    return weights
 
 
 def _choices(index: fx.Node, num_experts: int) -> list[fx.Node]:
@@ -84,6 +109,25 @@ def _choices_of_mask(mask: fx.Node, num_experts: int) -> list[fx.Node]:
         found = (_choices_of_mask(source, num_experts) for source in mask.all_input_nodes)
         return next((choices for choices in found if choices), [])
     return []
+
+
+def _other_chooser(weights: Sequence[fx.Node], replaced: Sequence[fx.Node]) -> fx.Node | None:
+    """Return a call, other than the replaced ones, whose largest scores routing weights are made of; None without one.
+
+    Looked for from the weights back to the router's matmul, through floating-point operands.
+    """
+    seen: set[fx.Node] = set()
+    pending = list(weights)
+    while pending:
+        node = pending.pop()
+        if node in seen or name_of(node) in MATMULS:
+            continue
+        seen.add(node)
+        if name_of(node) in CHOOSERS | SORTS | {"amax", "kthvalue"} and node not in replaced:
+            return node
+        floats = [source for source in node.all_input_nodes if is_float_tensor(source)]
+        pending += floats + [source for source in node.all_input_nodes if isinstance(node_value(source), (tuple, list))]
+    return None
 
 
 def _chooser(choice: fx.Node) -> fx.Node:

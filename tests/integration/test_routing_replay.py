@@ -220,7 +220,7 @@ def test_record_of_a_generation_has_every_forward_and_forgets_what_is_taken() ->
     [
         (other_ids()[:, 0], {}, "ids must be integers"),
         (other_ids().float(), {}, "ids must be integers"),
-        (torch.zeros(24, _LAYERS, _K, dtype=torch.long), {}, "one expert twice for token 0 in layer 0"),
+        (torch.zeros(24, _LAYERS, _K, dtype=torch.long), {}, "one expert twice for token 0 of a layer"),
         (other_ids(), {"mask": torch.zeros(24)}, "as many true entries"),
         ([other_ids()], {"mask": torch.ones(24)}, "ids must be one tensor"),
     ],
@@ -271,7 +271,7 @@ def test_what_is_not_replayed_says_so() -> None:
     again = memfine_fx.record_routing(model)
     with memfine_fx.record_routing(model), pytest.raises(ConfigError, match="already"), again:
         pass
-    with pytest.raises(ConfigError, match="expected a torch"), memfine_fx.record_routing(step):  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expects a torch"), memfine_fx.record_routing(step):  # type: ignore[arg-type]
         pass
 
 
@@ -314,6 +314,31 @@ def test_a_table_of_experts_by_token_is_replaced_too() -> None:
     with memfine_fx.replay_routing(layer, (record.ids + 1) % 4), memfine_fx.record_routing(layer) as moved:
         layer(batch)
     assert torch.equal(moved.ids, (record.ids + 1) % 4)
+
+
+class _OwnWeights(torch.nn.Module):
+    """Switch's router: an arg-max chooses, and a maximum of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(16, 4, bias=False)
+        self.up, self.down = (torch.nn.Parameter(0.2 * torch.randn(4, *shape)) for shape in ((16, 24), (24, 16)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = self.gate(hidden).softmax(-1)
+        index = scores.argmax(-1)
+        rows = torch.bmm(torch.bmm(hidden[:, None], self.up[index]).relu(), self.down[index])[:, 0]
+        return rows * scores.max(-1, keepdim=True).values
+
+
+def test_weights_that_are_not_those_of_the_chosen_experts_are_refused() -> None:
+    torch.manual_seed(0)
+    layer, rows = memfine_fx.optimize(_OwnWeights(), config=CONFIG), torch.randn(20, 16)
+    with memfine_fx.record_routing(layer) as record:
+        layer(rows)
+    replay = memfine_fx.replay_routing(layer, record.ids)
+    with pytest.raises(RoutingReplayError, match="another max finds"), replay:
+        layer(rows)
 
 
 def test_ids_that_are_computed_of_choices_are_refused() -> None:
