@@ -27,13 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from memfine_fx.capture.experts_call import TracedExperts, call_traced, register_traced
 from memfine_fx.compat.autograd import autocast_devices, run_without_modes, without_autocast, without_saved_tensor_hooks
-from memfine_fx.compat.shapes import symbolic_size
-from memfine_fx.compat.tensors import FakeTensorMode
+from memfine_fx.compat.shapes import mode_of_trace, symbolic_size
 from memfine_fx.compat.transformers import EXPERTS, eager_experts, experts_function, gated, is_expert_parallel
 from memfine_fx.compiler.own_code_runs import MOST_BYTES, tolerance_of
 from memfine_fx.compiler.pipeline import compile_graph
@@ -298,8 +296,8 @@ def _traced(
     Bound inputs come first: tensors inside of other objects, such as scales of 4-bit weights. The layer's own tensors
     follow, then fake arguments.
     """
-    shape_env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    mode, shape_env = mode_of_trace(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # as in `trace_rows`; and no compiler asks this mode again
     num_tokens = symbolic_size(shape_env, "num_tokens", _TOKENS_HINT)
     fakes = [_as_parameter(mode.from_tensor(tensor, static_shapes=True)) for tensor in tensors.values()]
     with mode:
