@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.moe import use_experts_implementation
 
 import memfine_fx
 from memfine_fx.compat.transformers import accept_experts_function
@@ -310,6 +311,19 @@ def test_a_layer_that_is_refused_runs_all_the_same(monkeypatch: pytest.MonkeyPat
     assert memfine_fx.report(model).num_chunked == 0
 
 
+def test_a_layer_that_reads_its_numbers_runs_all_the_same() -> None:
+    class OnlyPositive(torch.nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows if rows.sum() > 0 else rows.relu()
+
+    model = qwen(num_experts=16)
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = OnlyPositive()
+    with pytest.warns(UserWarning, match="does not run on fake tensors"):
+        results = step(model)
+    assert_close(results, step(like(model, "grouped_mm")))
+
+
 def test_experts_on_several_ranks_are_refused() -> None:
     model = qwen(num_experts=14)
     for layer in model.model.layers:
@@ -317,6 +331,18 @@ def test_experts_on_several_ranks_are_refused() -> None:
     with pytest.warns(UserWarning, match="several ranks"):
         results = step(model)
     assert_close(results, step(like(model, "grouped_mm")))
+
+
+def test_experts_in_fp8_run_in_the_kernels_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    functions = fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    decorated = use_experts_implementation(type("Experts", (fp8.FP8Experts,), {}), experts_interface=functions)
+    experts = decorated(qwen().config, block_size=(8, 8))
+    # The kernels need a GPU.
+    monkeypatch.setitem(functions._global_mapping, "grouped_mm", lambda self, hidden, *_: 2 * hidden)
+    hidden, index, weight = torch.randn(5, 32), torch.zeros(5, 2, dtype=torch.int64), torch.rand(5, 2)
+    with pytest.warns(UserWarning, match="round its rows to FP8"):
+        assert torch.equal(experts(hidden, index, weight), 2 * hidden)
 
 
 def test_a_layer_whose_class_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
