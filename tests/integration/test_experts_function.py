@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -409,6 +411,17 @@ def test_optimize_reads_the_layers_itself() -> None:
     assert_close(step(model), expected)
     report = memfine_fx.report(model)
     assert report.num_chunked == 3 and any("'memfine'" in note for note in report.notes)
+
+
+def test_the_config_file_of_a_model_names_it(tmp_path: Path) -> None:
+    qwen("eager").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": "memfine"}))
+    model = Qwen3MoeForCausalLM.from_pretrained(tmp_path)
+    assert_close(step(model), step(like(model, "eager")))
+    assert memfine_fx.report(model).num_chunked == 3
+    model.save_pretrained(tmp_path / "saved")  # for readers that do not know the name
+    assert "memfine" not in (tmp_path / "saved" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("first", ["memfine_fx", "transformers"])
