@@ -18,7 +18,6 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.capture.experts_call import inline_calls, restore_calls
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
-from memfine_fx.compiler.own_code import compare_with_own_code
 from memfine_fx.compiler.own_code_runs import CompileGraph
 from memfine_fx.compiler.session import Session, next_region_id
 from memfine_fx.config import Config
@@ -89,7 +88,10 @@ def plan_regions(
         body.graph, [_checked_and_planned(candidate, at, session, record) for candidate in candidates]
     )
     region_ids = {outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)}
-    outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
+    if not session.config.gives_up_comparison_with_eager:
+        from memfine_fx.compiler.own_code import compare_with_own_code
+
+        outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
     for region_id in region_ids - {
         outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)
     }:
