@@ -25,7 +25,7 @@ setup: $(STAMP)  ## create .venv and install the project with all extras
 
 $(STAMP): pyproject.toml planner/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,bench,hf]" -e "planner[figures]"
+	$(BIN)/python -m pip install $(PIP_FLAGS) $(PINS) -e ".[test,hf]" -e planner
 	touch $@
 
 demo: setup  ## train a small MoE model with and without memfine

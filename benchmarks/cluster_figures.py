@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import ROOT
+from memfine_fx.report.chart import Chart, write_charts
 from memfine_planner.costs.model_configs import architecture
 from memfine_planner.hardware.systems import system
 from memfine_planner.training.faults import FaultModel
 from memfine_planner.training.routing import Routing
 from memfine_planner.training.sweep import FACTORS, Study, Sweep, parse_factor, study
-from memfine_planner.training.sweep_report import draw_elasticities, draw_range, draw_shares, draw_speed
+from memfine_planner.training.sweep_report import elasticity_chart, range_chart, shares_chart, speed_chart
 from memfine_planner.training.tuner import Request, tune
 
-__all__ = ["STUDIES", "Question", "answered", "asked", "draw", "table", "takeovers"]
-
-_SIZE = (15.0, 9.5)
+__all__ = ["STUDIES", "Question", "answered", "asked", "table", "takeovers"]
 
 
 @dataclass(frozen=True)
@@ -116,23 +115,6 @@ def takeovers(question: Question, found: Study) -> str:
     return "\n".join(lines)
 
 
-def draw(path: Path, columns: Sequence[tuple[str, Callable[[Any], None], Callable[[Any], None]]]) -> None:
-    """A picture of two rows: a column a model, of its title and two drawings."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE, dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    cells = figure.subfigures(2, len(columns), squeeze=False)
-    for column, (title, upper, lower) in enumerate(columns):
-        for row, drawing in enumerate((upper, lower)):
-            axes = cells[row, column].subplots()
-            drawing(axes)
-            if row == 0:
-                axes.set_title(title, fontsize=11)
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "planner" / "docs")
@@ -143,19 +125,14 @@ def main() -> None:
         print("\n" + takeovers(question, found))
     titles = [f"{question.model}, {question.gpus:,} H100, {question.precision}" for question, _ in studies]
     found = [each for _, each in studies]
-    draw(
-        folder / "cluster_factors.png",
-        [(t, _of(draw_range, s), _of(draw_elasticities, s)) for t, s in zip(titles, found, strict=True)],
-    )
+    _write(folder / "cluster_factors.svg", titles, found, range_chart, elasticity_chart)
     scales = [next(swept for swept in each.sweeps if swept.factor == "gpus") for each in found]
-    draw(
-        folder / "cluster_scale.png",
-        [(t, _of(draw_speed, s), _of(draw_shares, s)) for t, s in zip(titles, scales, strict=True)],
-    )
+    _write(folder / "cluster_scale.svg", titles, scales, speed_chart, shares_chart)
 
 
-def _of(drawing: Callable[[Any, Any], None], data: object) -> Callable[[Any], None]:
-    return lambda axes: drawing(axes, data)
+def _write(path: Path, titles: Sequence[str], found: Sequence[Any], *drawings: Callable[[Any], Chart]) -> None:
+    """Write a picture: a column a model, a row a drawing."""
+    write_charts(path, [[(t, drawing(each)) for t, each in zip(titles, found, strict=True)] for drawing in drawings])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ front of budgets, from the committed rows.
 
     python -m benchmarks.docs_figures
 
-docs/memory_over_step.png is measured by `make demo`, docs/expert_parallel_scale.png is drawn by `python -m benchmarks
+docs/memory_over_step is measured by `make demo`, docs/expert_parallel_scale is drawn by `python -m benchmarks
 measure ep_scale`.
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.figures import pictures_of
+from benchmarks.figures import charts_of
 from benchmarks.harness import read_rows
 from benchmarks.readme import RESULTS, ROOT
 from memfine_fx.api import explain
@@ -23,7 +22,7 @@ from memfine_fx.compiler.swiglu import layer_bytes
 from memfine_fx.config import Config
 from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.plan.layer import LayerSizes, sweep_rows
-from memfine_fx.report.figure import blank_figure
+from memfine_fx.report.chart import Axis, Box, Chart, Line, level, write_charts
 from memfine_fx.runtime.routing import SliceCounter, sort_assignments
 from memfine_fx.runtime.schedule import Chunk, rows_schedule, tokens_schedule
 
@@ -31,7 +30,6 @@ __all__ = ["draw_chunks", "draw_front", "draw_peaks", "draw_region"]
 
 MIB = 2**20
 NUM_TOKENS, NUM_EXPERTS, TOP_K, ROWS, TOKENS_PER_SLICE = 1024, 16, 2, 256, 512
-_EVEN, _SKEWED, _LIMIT = "#3f7cac", "#d9822b", "#b3261e"
 
 
 def draw_region(path: Path) -> None:
@@ -45,40 +43,31 @@ def draw_region(path: Path) -> None:
 def draw_chunks(path: Path) -> None:
     """Rows of each chunk in the order of the walk, under even and skewed routing, for both axes."""
     torch.manual_seed(0)
-    figure, first = blank_figure((9, 5), "drawing chunks")
-    first.remove()
-    axes = figure.subplots(2, 2, sharey=True)
-    for place, (name, exponent, colour) in enumerate((("even", 0.0, _EVEN), ("skewed (Zipf)", 1.2, _SKEWED))):
+    walks: list[list[tuple[list[Chunk], str, str]]] = [[], []]
+    for name, exponent, colour in (("even", 0.0, "series0"), ("skewed (Zipf)", 1.2, "series4")):
         order, offsets = sort_assignments(_routing(exponent), NUM_EXPERTS)
         slices = SliceCounter(order, offsets, TOP_K, NUM_TOKENS).bounds(TOKENS_PER_SLICE)
-        by_rows = rows_schedule(offsets.tolist(), ROWS, groups=False)
-        _draw(axes[0, place], by_rows, f"rows axis, {name} routing", colour)
-        _draw(axes[1, place], tokens_schedule(slices.tolist()), f"two slices of tokens, {name} routing", colour)
-    figure.supxlabel("chunk, in the order of the walk", fontsize=10)
-    figure.supylabel("rows in the chunk", fontsize=10)
-    figure.savefig(path)
+        rows = rows_schedule(offsets.tolist(), ROWS, groups=False)
+        walks[0].append((rows, f"rows axis, {name} routing", colour))
+        walks[1].append((tokens_schedule(slices.tolist()), f"two slices of tokens, {name} routing", colour))
+    y = Axis("rows in the chunk", 0, 1.1 * max(chunk.num_rows for row in walks for walk in row for chunk in walk[0]))
+    write_charts(path, [[_titled(*walk, y) for walk in row] for row in walks])
 
 
 def draw_peaks(path: Path) -> None:
     """The layer of the benchmark suite `layer`: predicted peak beyond parameters by rows a chunk."""
     sizes = LayerSizes(num_tokens=8192, hidden=512, expert_width=1024, num_experts=16, top_k=4, dtype=torch.float32)
     points = sweep_rows(sizes, layer_bytes(sizes))
-    figure, axes = blank_figure((7, 3.5), "drawing peaks")
-    axes.plot([point.rows for point in points], [point.peak_bytes / MIB for point in points], marker="o", color=_EVEN)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xticks([point.rows for point in points], [f"{point.rows:,}" for point in points], rotation=30)
-    axes.set(xlabel="rows a chunk, R", ylabel="predicted peak, MiB")
-    axes.set_title("One layer, T=8192 H=512 F=1024 E=16 K=4, fp32: forward and backward", fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
+    line = Line([(point.rows, point.peak_bytes / MIB) for point in points], has_dots=True)
+    x = Axis("rows a chunk, R", is_log=True, ticks=[(point.rows, f"{point.rows:,}") for point in points])
+    title = "One layer, T=8192 H=512 F=1024 E=16 K=4, fp32: forward and backward"
+    write_charts(path, [[(title, Chart(x, Axis("predicted peak, MiB"), [line]))]], width=700)
 
 
 def draw_front(path: Path) -> None:
     """Step time by bytes of the whole step, from the rows of the benchmark suite `budget`."""
     rows = [row for row in read_rows(RESULTS / "budget_cpu.jsonl") if row.job.workload == "front"]
-    (picture,) = pictures_of(rows)
-    path.write_bytes(picture.png)
+    write_charts(path, [list(charts_of(rows).items())], width=760)
 
 
 def _routing(exponent: float) -> torch.Tensor:
@@ -87,12 +76,10 @@ def _routing(exponent: float) -> torch.Tensor:
     return torch.multinomial(weights.expand(NUM_TOKENS, -1), TOP_K)
 
 
-def _draw(axes: Any, chunks: list[Chunk], title: str, colour: str) -> None:
-    axes.bar(range(len(chunks)), [chunk.num_rows for chunk in chunks], color=colour, width=0.9)
-    axes.axhline(ROWS, color=_LIMIT, linewidth=1, linestyle="--", label=f"R = {ROWS}")
-    axes.set_title(f"{title}: {len(chunks)} chunks", fontsize=9)
-    axes.set_xticks(range(0, len(chunks), 4))
-    axes.legend(fontsize=8, loc="upper right")
+def _titled(chunks: list[Chunk], title: str, colour: str, y: Axis) -> tuple[str, Chart]:
+    boxes = [Box(place - 0.45, place + 0.45, 0, chunk.num_rows, colour=colour) for place, chunk in enumerate(chunks)]
+    x = Axis("chunk, in the order of the walk")
+    return f"{title}: {len(chunks)} chunks", Chart(x, y, [*boxes, level(ROWS, f"R = {ROWS}")], height=150)
 
 
 def main() -> None:
@@ -100,9 +87,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     folder = parser.parse_args().out
     draw_region(folder / "region.svg")
-    draw_chunks(folder / "chunks.png")
-    draw_peaks(folder / "rows_per_chunk.png")
-    draw_front(folder / "front.png")
+    draw_chunks(folder / "chunks.svg")
+    draw_peaks(folder / "rows_per_chunk.svg")
+    draw_front(folder / "front.svg")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ budget.
 - Sizes of models are from memory; benchmarks/known_models.py says which were compared. Of {known} models {asked} of
   {all} rows were asked.
 
-![Longest sequences by model and memory](models.png)
+![Longest sequences by model and memory](models.svg)
 
 """
 _PARTIAL = """
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     file.write(json.dumps(line) + "\n")
     rows = _lines()
     (ROOT / "docs" / "models.md").write_text(page(rows), encoding="utf-8")
-    draw(merged(rows), ROOT / "docs" / "models.png")
+    draw(merged(rows), ROOT / "docs" / "models.svg")
     return 0
 
 

@@ -18,6 +18,7 @@ from memfine_fx.compiler.registration import register_backend as _register_backe
 
 if TYPE_CHECKING:
     from memfine_fx.api import explain, fit, log_scalars, optimize, report, scalars, verify
+    from memfine_fx.compiler.replay import record_routing, replay_routing
     from memfine_fx.config import Config
     from memfine_fx.errors import (
         BudgetInfeasible,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         ConfigError,
         DoubleBackwardError,
         MemfineError,
+        RoutingReplayError,
     )
     from memfine_fx.records.verification import RegionVerification, VerifyReport
     from memfine_fx.report.entries import RegionReport
@@ -42,12 +44,15 @@ __all__ = [
     "RegionReport",
     "RegionVerification",
     "Report",
+    "RoutingReplayError",
     "VerifyReport",
     "__version__",
     "explain",
     "fit",
     "log_scalars",
     "optimize",
+    "record_routing",
+    "replay_routing",
     "report",
     "scalars",
     "verify",
@@ -58,7 +63,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "api": "explain fit log_scalars optimize scalars verify",
     "config": "Config",
-    "errors": "BudgetInfeasible CannotChunk ConfigError DoubleBackwardError MemfineError",
+    "compiler.replay": "record_routing replay_routing",
+    "errors": "BudgetInfeasible CannotChunk ConfigError DoubleBackwardError MemfineError RoutingReplayError",
     "records.verification": "RegionVerification VerifyReport",
     "report.reports": "RegionReport Report",
     "runtime.halving": "ChunkOutOfMemory",

@@ -185,7 +185,8 @@ def _plan(options: argparse.Namespace) -> int:
         from memfine_fx.compiler.swiglu import layer_bytes, layer_work
         from memfine_fx.plan.front import layer_front, read_measured
         from memfine_fx.plan.layer import LayerSizes, plan_layer, sweep_rows
-        from memfine_fx.report.figure import draw_front
+        from memfine_fx.report.chart import write_charts
+        from memfine_fx.report.figure import front_chart
 
         stages.info("planning one layer: its forward and backward are traced")
         sizes = LayerSizes(
@@ -206,7 +207,8 @@ def _plan(options: argparse.Namespace) -> int:
             stages.info("comparing plans in bytes and time")
         front = layer_front(sizes, layer_work) if options.front or options.plot else []
         if options.plot:
-            draw_front(front, read_measured(options.measured) if options.measured else [], options.plot)
+            chart = front_chart(front, read_measured(options.measured) if options.measured else [])
+            write_charts(options.plot, [[("Time against memory of one layer", chart)]], width=800)
     if options.json:
         shown = {"plan": asdict(plan), "terms": terms, "sweep": [asdict(point) for point in points]}
         shown["front"] = [asdict(point) for point in front]

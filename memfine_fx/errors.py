@@ -26,6 +26,7 @@ __all__ = [
     "MissingPackage",
     "RanksDisagree",
     "Reason",
+    "RoutingReplayError",
 ]
 
 
@@ -168,6 +169,10 @@ class MissingCompiler(MemfineError, RuntimeError):
 
 class DoubleBackwardError(MemfineError, RuntimeError):
     """A second derivative was asked for through a chunked region."""
+
+
+class RoutingReplayError(MemfineError, RuntimeError):
+    """A routing cannot be recorded, or not be replayed as it was asked for."""
 
 
 class CannotChunk(MemfineError):

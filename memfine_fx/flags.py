@@ -78,8 +78,8 @@ def _add_explain(commands: Any) -> argparse.ArgumentParser:
     add_flag(explain, "--region", type=int, default=0, metavar="N", help="which region to draw", example="1")
     add_flag(explain, "--measure", action="store_true", help="also run a step and measure its peak")
     add_flag(
-        explain, "--plot", metavar="FILE", help="measure a step and draw its memory (png, svg, pdf)",
-        example="step.png", without="no plot",
+        explain, "--plot", type=_svg, metavar="FILE.svg", help="measure a step and draw its memory",
+        example="step.svg", without="no plot",
     )  # fmt: skip
     return explain
 
@@ -147,8 +147,8 @@ def _add_plan(commands: Any) -> argparse.ArgumentParser:
     add_flag(plan, "--sweep", action="store_true", help="also bytes and chunks for other rows per chunk")
     add_flag(plan, "--front", action="store_true", help="the plans that none beats in both bytes and time")
     add_flag(
-        plan, "--plot", metavar="FILE", help="draw that front (png, svg, pdf)", example="front.png", without="no plot"
-    )
+        plan, "--plot", type=_svg, metavar="FILE.svg", help="draw that front", example="front.svg", without="no plot",
+    )  # fmt: skip
     add_flag(
         plan, "--measured", metavar="ROWS.jsonl", help="with --plot: peers' points of a benchmark's rows",
         example="benchmarks/results/budget_cpu.jsonl", without="none",
@@ -263,6 +263,12 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive int")
     return int(text)
+
+
+def _svg(text: str) -> str:
+    if not text.lower().endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .svg")
+    return text
 
 
 _DESTINATIONS = {

@@ -11,9 +11,8 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -208,8 +207,19 @@ def _file_and_line(line: str) -> str:
     return f"{file}:{number}"
 
 
+def _reached(starts: Iterable[fx.Node], edges: Mapping[fx.Node, Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes that a path of at least one edge from one of `starts` leads to."""
+    reached: set[fx.Node] = set()
+    pending = list(starts)
+    while pending:
+        new = [node for node in edges[pending.pop()] if node not in reached]
+        reached.update(new)
+        pending.extend(new)
+    return reached
+
+
 class Dataflow:
-    """A graph's def-use edges and mutation edges as a networkx DiGraph.
+    """A graph's def-use edges and mutation edges.
 
     Args:
         graph: the graph, read only.
@@ -219,7 +229,8 @@ class Dataflow:
         self.graph = graph
         self.position = {node: index for index, node in enumerate(graph.nodes)}
         self.mutations: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self.digraph: nx.DiGraph[fx.Node] = nx.DiGraph()
+        self._sources: dict[fx.Node, dict[fx.Node, None]] = {node: {} for node in graph.nodes}
+        self._readers: dict[fx.Node, dict[fx.Node, None]] = {node: {} for node in graph.nodes}
         self._roots: dict[fx.Node, fx.Node] = {}
         self._build()
 
@@ -258,18 +269,22 @@ class Dataflow:
         root = self._roots[node]
         return [other for other, other_root in self._roots.items() if other_root is root]
 
+    def sources(self, node: fx.Node) -> Iterable[fx.Node]:
+        """Return the nodes whose results or writes a node reads, in the order in which the edges were found."""
+        return self._sources[node]
+
     def descendants(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
-        return set().union(*(nx.descendants(self.digraph, source) for source in sources))
+        return _reached(sources, self._readers)
 
     def ancestors(self, sinks: Iterable[fx.Node]) -> set[fx.Node]:
-        return set().union(*(nx.ancestors(self.digraph, sink) for sink in sinks))
+        return _reached(sinks, self._sources)
 
     def _build(self) -> None:
         members: dict[fx.Node, list[fx.Node]] = {}
         by_storage: dict[int, fx.Node] = {}
         for node in self.graph.nodes:
-            self.digraph.add_node(node)
-            self.digraph.add_edges_from((source, node) for source in node.all_input_nodes)
+            for source in node.all_input_nodes:
+                self._add_edge(source, node)
             root = self._find_root(node)
             storage = storage_id(node_value(node))
             if storage is not None:
@@ -295,7 +310,11 @@ class Dataflow:
         for alias in aliases:
             for user in alias.users:
                 if after < self.position[user] <= until:
-                    self.digraph.add_edge(mutation, user)
+                    self._add_edge(mutation, user)
+
+    def _add_edge(self, source: fx.Node, reader: fx.Node) -> None:
+        self._sources[reader][source] = None
+        self._readers[source][reader] = None
 
     def _find_root(self, node: fx.Node) -> fx.Node:
         is_view = name_of(node) in VIEWS and not _gathers(node)

@@ -11,11 +11,10 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast, without_saved_tensor_hooks
-from memfine_fx.compat.shapes import symbolic_size
-from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode
+from memfine_fx.compat.shapes import mode_of_trace, symbolic_size
+from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 
 __all__ = [
     "TensorSpec",
@@ -71,13 +70,13 @@ def trace_rows(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> Tra
         function: takes one tensor per spec, returns a tensor or a flat sequence of tensors.
         specs: arguments; all `per_row` ones share the symbol R.
     """
-    shape_env = ShapeEnv()
-    fake_mode = FakeTensorMode(shape_env=shape_env)
+    fake_mode, shape_env = mode_of_trace()
     num_rows = symbolic_size(shape_env, "num_rows", _ROWS_HINT)
     num_groups = symbolic_size(shape_env, "num_groups", _GROUPS_HINT)
     with (
         without_saved_tensor_hooks(),
         fake_mode,
+        disable_fake_tensor_cache(fake_mode),  # storing a result costs what computing it does, and few are asked again
         torch.no_grad(),
         without_autocast(),
         enable_python_dispatcher(),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memfine_fx.compat import checks
-from memfine_fx.compiler import regions
+from memfine_fx.compiler import own_code
 from tests.rates import give_rates
 
 gc.get_freeze_count = lambda: 0
@@ -51,7 +51,7 @@ def _without_own_code(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     second capture of each layer would take a third of their time.
     """
     if request.node.get_closest_marker("own_code") is None:
-        monkeypatch.setattr(regions, "compare_with_own_code", lambda graph, outcomes, *_: list(outcomes))
+        monkeypatch.setattr(own_code, "compare_with_own_code", lambda graph, outcomes, *_: list(outcomes))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

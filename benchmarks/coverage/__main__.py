@@ -2,7 +2,8 @@
 
 With ``--multimodal`` deep multimodal models with images are checked instead; their rows are in
 results/coverage_multimodal.jsonl. With ``--experts-function`` families are chunked by
-`experts_implementation="memfine"`; their rows are in results/coverage_experts_function.jsonl. With ``--packages`` the
+`experts_implementation="memfine"`; their rows are in results/coverage_experts_function.jsonl. With ``--replay``
+families follow a routing that they are given; their rows are in results/coverage_replay.jsonl. With ``--packages`` the
 layers of the packages that packages.txt names are checked instead, in the environment that has them (``make
 coverage-packages``); their rows are in results/coverage_packages.jsonl. With ``--version`` five families are checked in
 the version of transformers that is installed (``make coverage-versions``).
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -26,19 +28,28 @@ from pathlib import Path
 from benchmarks.coverage.families import moe_families
 from benchmarks.coverage.multimodal import MULTIMODAL
 from benchmarks.coverage.packages import PACKAGED
-from benchmarks.coverage.rows import EXPERTS_FUNCTION, CoverageRow, MultimodalRow, PackageRow, VersionRow
+from benchmarks.coverage.rows import (
+    EXPERTS_FUNCTION,
+    ROUTING_REPLAY,
+    CoverageRow,
+    MultimodalRow,
+    PackageRow,
+    VersionRow,
+)
 from benchmarks.coverage.spellings import SPELLINGS
 from benchmarks.coverage.table import coverage_page
 
 RESULTS = Path(__file__).parents[1] / "results" / "coverage.jsonl"
 MULTIMODAL_RESULTS = RESULTS.with_name("coverage_multimodal.jsonl")
 FUNCTION_RESULTS = RESULTS.with_name("coverage_experts_function.jsonl")
+REPLAY_RESULTS = RESULTS.with_name("coverage_replay.jsonl")
 PACKAGE_RESULTS = RESULTS.with_name("coverage_packages.jsonl")
 VERSION_RESULTS = RESULTS.with_name("coverage_versions.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 FAMILIES_OF_VERSIONS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoe")
-_FUNCTION = "experts function of "
-"""Before the name of a family whose experts' function is checked."""
+_KINDS = {"experts function of ": EXPERTS_FUNCTION, "routing replay of ": ROUTING_REPLAY}
+"""Before the name of a family that is checked otherwise: what its row is about."""
+_FUNCTION, _REPLAY = _KINDS
 _SECONDS_PER_MODEL, _SECONDS_PER_DEEP_MODEL = 300, 1500
 
 
@@ -48,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--packages", action="store_true", help="layers as their packages ship them, not the others")
     parser.add_argument("--multimodal", action="store_true", help="deep models with images, not the others")
     parser.add_argument("--experts-function", action="store_true", help="families chunked by their experts' function")
+    parser.add_argument("--replay", action="store_true", help="families under a routing that they are given")
     parser.add_argument("--version", action="store_true", help="five families in this version of transformers")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help="only write the table again from the stored rows")
@@ -63,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.multimodal:
         names, stored, results = list(MULTIMODAL), stored_multimodal_rows, MULTIMODAL_RESULTS
     elif options.experts_function:
-        names, stored, results = _function_names(), stored_function_rows, FUNCTION_RESULTS
+        names, results = [f"{_FUNCTION}{family.name}" for family in moe_families()], FUNCTION_RESULTS
+        stored = functools.partial(_stored, results)
+    elif options.replay:
+        names, results = [f"{_REPLAY}{family.name}" for family in moe_families()], REPLAY_RESULTS
+        stored = functools.partial(_stored, results)
     rows: dict[str, CoverageRow] = {**stored()}
     if not options.table:
         wanted = [name for name in names if options.only is None or name in options.only]
@@ -95,15 +111,12 @@ def page_of(rows: list[CoverageRow]) -> str:
     multimodal = stored_multimodal_rows()
     missing = {name: MultimodalRow("multimodal", name, failure="not measured yet") for name in MULTIMODAL}
     rows_of_multimodal = [multimodal.get(name, missing[name]) for name in MULTIMODAL]
-    return coverage_page(rows, rows_of_packages, stored_version_rows(), rows_of_multimodal, versions, function_rows())
+    of_kinds = {kind: rows_of(kind) for kind in (EXPERTS_FUNCTION, ROUTING_REPLAY)}
+    return coverage_page(rows, rows_of_packages, stored_version_rows(), rows_of_multimodal, versions, of_kinds)
 
 
 def _names() -> list[str]:
     return [*SPELLINGS, *(family.name for family in moe_families())]
-
-
-def _function_names() -> list[str]:
-    return [f"{_FUNCTION}{family.name}" for family in moe_families()]
 
 
 def _run(names: list[str]) -> Iterator[CoverageRow]:
@@ -149,8 +162,9 @@ def _ended(name: str, failure: str) -> CoverageRow:
         entry = PACKAGED[name]
         installed = entry.installed or entry.version
         return PackageRow("package", name, failure=failure, package=entry.package, version=installed)
-    if name.startswith(_FUNCTION):
-        return CoverageRow(EXPERTS_FUNCTION, name, failure=failure)
+    for prefix, kind in _KINDS.items():
+        if name.startswith(prefix):
+            return CoverageRow(kind, name, failure=failure)
     return CoverageRow("spelling" if name in SPELLINGS else "family", name, failure=failure)
 
 
@@ -160,6 +174,7 @@ def _child(names: list[str]) -> int:
         check_family,
         check_multimodal,
         check_package,
+        check_replay,
         check_spelling,
     )
 
@@ -173,6 +188,8 @@ def _child(names: list[str]) -> int:
             row = check_multimodal(name)
         elif name.startswith(_FUNCTION):
             row = dataclasses.replace(check_experts_function(families[name.removeprefix(_FUNCTION)]), name=name)
+        elif name.startswith(_REPLAY):
+            row = dataclasses.replace(check_replay(families[name.removeprefix(_REPLAY)]), name=name)
         else:
             row = check_spelling(name) if name in SPELLINGS else check_family(families[name])
         print(row.to_json(), file=out, flush=True)
@@ -180,7 +197,11 @@ def _child(names: list[str]) -> int:
 
 
 def stored_rows() -> dict[str, CoverageRow]:
-    return {row.name: row for row in map(CoverageRow.from_json, _lines(RESULTS))}
+    return _stored(RESULTS)
+
+
+def _stored(path: Path) -> dict[str, CoverageRow]:
+    return {row.name: row for row in map(CoverageRow.from_json, _lines(path))}
 
 
 def stored_package_rows() -> dict[str, PackageRow]:
@@ -191,13 +212,10 @@ def stored_multimodal_rows() -> dict[str, MultimodalRow]:
     return {row.name: row for row in map(MultimodalRow.from_json, _lines(MULTIMODAL_RESULTS))}
 
 
-def stored_function_rows() -> dict[str, CoverageRow]:
-    return {row.name: row for row in map(CoverageRow.from_json, _lines(FUNCTION_RESULTS))}
-
-
-def function_rows() -> list[CoverageRow]:
-    """The stored rows of experts' functions, by the names of their families."""
-    return [dataclasses.replace(row, name=row.name.removeprefix(_FUNCTION)) for row in stored_function_rows().values()]
+def rows_of(kind: str) -> list[CoverageRow]:
+    """The stored rows of EXPERTS_FUNCTION or ROUTING_REPLAY, by the names of their families."""
+    prefix, path = (_FUNCTION, FUNCTION_RESULTS) if kind == EXPERTS_FUNCTION else (_REPLAY, REPLAY_RESULTS)
+    return [dataclasses.replace(row, name=row.name.removeprefix(prefix)) for row in _stored(path).values()]
 
 
 def stored_version_rows() -> list[VersionRow]:

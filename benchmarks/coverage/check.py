@@ -24,6 +24,7 @@ from benchmarks.coverage.rows import (
     EXPERTS_FUNCTION,
     NO_FUNCTION,
     NOT_INSTALLED,
+    ROUTING_REPLAY,
     TOLERANCE,
     CoverageRow,
     MultimodalRow,
@@ -35,6 +36,7 @@ from memfine_fx.compat.transformers import name_of_experts_function
 from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.measure import trace_memory
+from memfine_fx.passes.verify.forced_choices import ForcedChoices, by_routing
 from memfine_fx.runtime import op
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "check_model",
     "check_multimodal",
     "check_package",
+    "check_replay",
     "check_spelling",
 ]
 
@@ -79,6 +82,57 @@ def check_experts_function(family: Family) -> CoverageRow:
         return CoverageRow(EXPERTS_FUNCTION, family.name, failure=NO_FUNCTION)
     with mock.patch.dict(os.environ, MEMFINE_OPTIONS=f"rows_per_chunk={_ROWS_PER_CHUNK}"):
         return check_model(EXPERTS_FUNCTION, family.name, tiny)
+
+
+def check_replay(family: Family) -> CoverageRow:
+    """The row of one transformers family that replays its own routing, and one that its code is forced to follow.
+
+    Own routing: outputs and gradients are those of the run that was recorded, bit by bit. Another one, "in turn": they
+    are compared with the unmodified model, whose choices a dispatch mode forces.
+    """
+    tiny = _first_that_runs(family)
+    if isinstance(tiny, str):
+        return CoverageRow(ROUTING_REPLAY, family.name, failure=tiny)
+    torch._dynamo.reset()
+    row = CoverageRow(ROUTING_REPLAY, family.name, built=type(tiny.module).__name__)
+    row = dataclasses.replace(row, num_layers=_num_expert_layers(tiny.module))
+    optimized = _copied(tiny.module)
+    config = memfine_fx.Config(rows_per_chunk=_ROWS_PER_CHUNK, inner_backend="eager")
+    memfine_fx.optimize(optimized, config=config)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _step(optimized, tiny)
+            with memfine_fx.record_routing(optimized) as record:
+                own = _step(optimized, tiny)
+            forwards = record.take()
+            with memfine_fx.replay_routing(optimized, forwards):
+                replayed = _step(optimized, tiny)
+            dims = (region.dims for region in memfine_fx.report(optimized).regions)
+            (num_experts,) = {sizes.num_experts for sizes in dims if sizes is not None}
+            with memfine_fx.replay_routing(optimized, [_in_turn(ids, num_experts) for ids in forwards]):
+                found = _step(optimized, tiny)
+    except Exception as error:  # NOTE: whatever goes wrong belongs in the table, not in a traceback
+        return dataclasses.replace(row, failure=f"{type(error).__name__}: {error}"[:400])
+    differing = [name for name in own if not torch.equal(own[name], replayed[name])]
+    if differing:
+        return dataclasses.replace(row, failure=f"its own routing gives another {differing[0]}")
+    row = dataclasses.replace(row, num_raised=sum(ids.shape[1] for ids in forwards), worst_error=0.0)
+    with ForcedChoices(by_routing("in turn"), num_experts) as forced:
+        expected = _step(_copied(tiny.module), tiny)
+        if not forced.num_forced:  # tokens' experts are looked up: its code cannot be forced
+            return row
+        errors = _errors(found, expected)
+        worst = max(errors, key=errors.__getitem__)
+        row = dataclasses.replace(row, worst_error=errors[worst], worst_name=worst)
+        return row if errors[worst] < TOLERANCE else _against_fp64(row, tiny, found, expected)
+
+
+def _in_turn(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The routing "in turn" for as many tokens, layers and choices as recorded ids [T,L,K] have."""
+    num_tokens, num_layers, top_k = ids.shape
+    experts = torch.arange(num_tokens)[:, None, None] + torch.arange(top_k)
+    return (experts % num_experts).expand(-1, num_layers, -1)
 
 
 def _first_that_runs(family: Family) -> TinyModel | str:

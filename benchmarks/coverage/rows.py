@@ -12,6 +12,7 @@ __all__ = [
     "EXPERTS_FUNCTION",
     "NOT_INSTALLED",
     "NO_FUNCTION",
+    "ROUTING_REPLAY",
     "TOLERANCE",
     "CoverageRow",
     "MultimodalRow",
@@ -23,6 +24,7 @@ TOLERANCE = 1e-5
 EAGER_FACTOR = 4.0
 NOT_INSTALLED = "not installed"
 EXPERTS_FUNCTION = "experts function"
+ROUTING_REPLAY = "routing replay"
 NO_FUNCTION = "transformers gives its experts no choice of a function"
 
 
@@ -31,7 +33,8 @@ class CoverageRow:
     """What became of one model or spelling.
 
     Args:
-        kind: "family" (of transformers), "experts function" (a family chunked by it alone), "spelling" (hand-written
+        kind: "family" (of transformers), "experts function" (a family chunked by it alone), "routing replay" (a family
+            under a routing that it is given), "spelling" (hand-written
             layer), "package" (a layer of a package) or "multimodal" (a deep model of transformers with images).
         name: family, spelling, or package and configuration.
         built: class that was built, "" where none could be.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.coverage.forms import FORMS
 from benchmarks.coverage.rows import (
     EAGER_FACTOR,
+    EXPERTS_FUNCTION,
     NO_FUNCTION,
     NOT_INSTALLED,
+    ROUTING_REPLAY,
     TOLERANCE,
     CoverageRow,
     MultimodalRow,
@@ -25,7 +27,7 @@ def coverage_page(
     by_version: Sequence[VersionRow],
     multimodal: Sequence[MultimodalRow],
     versions: str,
-    of_functions: Sequence[CoverageRow] = (),
+    of_kinds: Mapping[str, Sequence[CoverageRow]],
 ) -> str:
     """The whole page.
 
@@ -35,7 +37,7 @@ def coverage_page(
         by_version: of a few families in several versions of transformers.
         multimodal: of deep models with images.
         versions: of transformers and torch, in words.
-        of_functions: of families that `experts_implementation="memfine"` chunks.
+        of_kinds: of families that `experts_implementation="memfine"` chunks, and that replay a routing.
     """
     families = [row for row in rows if row.kind == "family"]
     spellings = [row for row in rows if row.kind == "spelling"]
@@ -62,7 +64,8 @@ def coverage_page(
             *_table(families),
             "",
             *_versions(by_version),
-            *_experts_functions(of_functions),
+            *_experts_functions(of_kinds[EXPERTS_FUNCTION]),
+            *_replays(of_kinds[ROUTING_REPLAY]),
             *_multimodal(multimodal),
             "## Hand-written spellings",
             "",
@@ -96,9 +99,7 @@ def _experts_functions(rows: Sequence[CoverageRow]) -> list[str]:
     """The section of families that are chunked without a compiler."""
     taking = [row for row in rows if row.failure != NO_FUNCTION]
     others = [row.name for row in rows if row.failure == NO_FUNCTION]
-    left = [
-        f"* {row.name}: {row.failure or '; '.join(row.reasons) or _error(row)}" for row in taking if not row.is_whole
-    ]
+    left = _left(taking)
     return [
         '## `experts_implementation="memfine"`',
         "",
@@ -110,6 +111,31 @@ def _experts_functions(rows: Sequence[CoverageRow]) -> list[str]:
         *left,
         *([""] if left else []),
     ]
+
+
+def _replays(rows: Sequence[CoverageRow]) -> list[str]:
+    """The section of families under a routing that they are given."""
+    left = _left(rows)
+    return [
+        "## Routing replay",
+        "",
+        "Written by `python -m benchmarks.coverage --replay`. A family replays the routing that was recorded of it, "
+        "bit by bit the same outputs and gradients, and a routing that gives experts in turn, compared with the "
+        "unmodified model whose choices are forced. "
+        f"**Every layer recorded and replayed: {_num_whole(rows)} of {len(rows)} families.**",
+        "",
+        *left,
+        *([""] if left else []),
+    ]
+
+
+def _left(rows: Iterable[CoverageRow]) -> list[str]:
+    whys = [
+        (row.name, row.failure or "; ".join(row.reasons) or f"{_share(row)}, error {_error(row)}")
+        for row in rows
+        if not row.is_whole
+    ]
+    return [f"* {name}: {why}" for name, why in whys]
 
 
 def _multimodal(rows: Sequence[MultimodalRow]) -> list[str]:
@@ -223,7 +249,7 @@ def _cells(row: CoverageRow) -> str:
 
 
 def _spellings(rows: Sequence[CoverageRow]) -> list[str]:
-    """Names of rows that are whole, precise and save memory, with ranges; a line of the table for each other row."""
+    """How many rows are whole, precise and save memory, with ranges; a line of the table for each other row."""
     usual = [row for row in rows if row.is_whole and row.exact_error is None and (row.peak_ratio or 1.0) < 1.0]
     others = [row for row in rows if row not in usual]
     if not usual:
@@ -231,8 +257,8 @@ def _spellings(rows: Sequence[CoverageRow]) -> list[str]:
     peaks = sorted(row.peak_ratio or 0.0 for row in usual)
     error = max(row.worst_error or 0.0 for row in usual)
     summary = (
-        f"Chunked and exact, with an error of at most {error:.1e} and a peak of {peaks[0]:.2f} to {peaks[-1]:.2f} "
-        f"(median {peaks[len(peaks) // 2]:.2f}): {'; '.join(row.name for row in usual)}."
+        f"{len(usual)} are chunked and exact, with an error of at most {error:.1e} and a peak of {peaks[0]:.2f} to "
+        f"{peaks[-1]:.2f} (median {peaks[len(peaks) // 2]:.2f}); `benchmarks/coverage/spellings.py` has their names."
     )
     return [summary, *(["", *_table(others)] if others else [])]
 

@@ -26,7 +26,7 @@ from benchmarks.summaries import markdown
 from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.replication import Clone, ReplicationPlan, no_replication
 from memfine_fx.expert_parallel.replication_costs import TARGETS, ReplicationCosts, choose_replication
-from memfine_fx.report.figure import blank_figure
+from memfine_fx.report.chart import Axis, Chart, Line, Mark, write_charts
 
 __all__ = ["POLICIES", "Outcome", "costs_of", "counts_of", "draw", "measure", "outcome", "within_capacity"]
 
@@ -183,20 +183,15 @@ def _cells(one: Outcome, found: list[Outcome]) -> list[str]:
 
 
 def draw(found: list[Outcome], file: Path) -> None:
-    figure, first = blank_figure((10, 3.8), "drawing help", dpi=110)
-    first.remove()
-    left, right = figure.subplots(1, 2)
-    for load, style in (("paper:15", "-"), ("zipf:1", "--")):
-        for policy, colour in zip(POLICIES, ("C3", "C1", "C0", "C7"), strict=True):
-            own = [one for one in found if (one.load, one.policy) == (load, policy)]
-            ranks = [one.ranks for one in own]
-            left.plot(ranks, [one.ratio for one in own], f"o{style}", color=colour, label=f"{policy}, {load}")
-            right.plot(ranks, [1e3 * one.seconds for one in own], f"o{style}", color=colour)
-    for axes, title in ((left, "rows of the busiest rank over the mean"), (right, "ms of a layer by the cost model")):
-        axes.set(xscale="log", yscale="log", xlabel="ranks")
-        axes.set_title(title, fontsize=10)
-        ranks = sorted({one.ranks for one in found})
-        axes.set_xticks(ranks, [str(one) for one in ranks])
-        axes.minorticks_off()
-    left.legend(fontsize=7)
-    figure.savefig(file)
+    ratios, seconds = list[Mark](), list[Mark]()
+    for load, is_dashed in (("paper:15", False), ("zipf:1", True)):
+        for policy, colour in zip(POLICIES, ("series7", "series4", "series0", "series10"), strict=True):
+            own = [outcome for outcome in found if (outcome.load, outcome.policy) == (load, policy)]
+            for marks, values in ((ratios, [one.ratio for one in own]), (seconds, [1e3 * one.seconds for one in own])):
+                points = [(outcome.ranks, value) for outcome, value in zip(own, values, strict=True)]
+                marks.append(Line(points, f"{policy}, {load}", colour, has_dots=True, is_dashed=is_dashed))
+    ranks = sorted({outcome.ranks for outcome in found})
+    x = Axis("ranks", is_log=True, ticks=[(number, str(number)) for number in ranks])
+    left = Chart(x, Axis("rows of the busiest rank over the mean", is_log=True), ratios)
+    right = Chart(x, Axis("ms of a layer by the cost model", is_log=True), seconds)
+    write_charts(file, [[("Balance", left), ("Time", right)]])

@@ -18,7 +18,7 @@ from memfine_fx.expert_parallel.placement import Placement
 from memfine_fx.expert_parallel.schedule import Rounds, TokenSlices
 from memfine_fx.memory.closed_form import PAPER_BINS, snap_to_bins
 from memfine_fx.memory.region_bytes import AllToAllSizes
-from memfine_fx.report.figure import blank_figure
+from memfine_fx.report.chart import SERIES, Axis, Chart, Line, Mark, write_charts
 
 RANKS = (64, 128, 256, 512, 1024)
 ROWS = (8192, 32768, 131072)
@@ -164,24 +164,20 @@ def slices_of(num_ranks: int, limit: int, hot_part: float, model: Model) -> Slic
 
 
 def draw(points: Sequence[Point], file: Path) -> None:
-    figure, first = blank_figure((10, 3.8), "drawing ranks", dpi=110)
-    first.remove()
-    left, right = figure.subplots(1, 2)
     rows = ROWS[1]
-    for load in LOADS:
-        own = [one for one in points if one.load == load and one.rows == rows]
-        left.plot([one.ranks for one in own], [one.bytes_unchunked / GIB for one in own], "o-", label=load)
-    own = [one for one in points if one.load == "one" and one.rows == rows]
-    left.plot([one.ranks for one in own], [one.bytes_bounded / GIB for one in own], "k--", label=f"rounds, R={rows:,}")
-    left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="GiB of received rows, busiest rank")
-    left.set_title("all at once (solid) and in rounds (dashed)", fontsize=10)
-    for size in ROWS:
-        own = [one for one in points if one.load == "balanced" and one.rows == size]
-        right.plot([one.ranks for one in own], [100 * one.latency_share for one in own], "o-", label=f"R={size:,}")
-    right.set(xscale="log", xlabel="ranks", ylabel="latency's part of the exchange, %")
-    right.set_title("balanced routing", fontsize=10)
-    for axes in (left, right):
-        axes.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
-        axes.minorticks_off()
-        axes.legend(fontsize=8)
-    figure.savefig(file)
+    ranks = Axis("ranks", is_log=True, ticks=[(ranks, str(ranks)) for ranks in RANKS])
+    received, latency = list[Mark](), list[Mark]()
+    for load, colour in zip(LOADS, SERIES[::3], strict=False):
+        own = [point for point in points if point.load == load and point.rows == rows]
+        line = [(point.ranks, point.bytes_unchunked / GIB) for point in own]
+        received.append(Line(line, f"{load}, all at once", colour, has_dots=True))
+    own = [point for point in points if point.load == "one" and point.rows == rows]
+    bounded = [(point.ranks, point.bytes_bounded / GIB) for point in own]
+    received.append(Line(bounded, f"rounds, R={rows:,}", "ink", is_dashed=True))
+    for size, colour in zip(ROWS, SERIES[::3], strict=False):
+        own = [point for point in points if point.load == "balanced" and point.rows == size]
+        line = [(point.ranks, 100 * point.latency_share) for point in own]
+        latency.append(Line(line, f"R={size:,}", colour, has_dots=True))
+    left = Chart(ranks, Axis("received rows of the busiest rank, GiB", is_log=True), received)
+    right = Chart(ranks, Axis("latency's part of the exchange, %"), latency)
+    write_charts(file, [[("Received at once and in rounds", left), ("Latency, balanced routing", right)]])

@@ -15,6 +15,7 @@ from memfine_fx.compat.checks import Feature, expect
 
 __all__ = [
     "ACCUMULATED",
+    "BACKWARD",
     "KEPT_GRAPHS",
     "MODES",
     "PROFILER",
@@ -24,6 +25,7 @@ __all__ = [
     "has_gradient_hooks",
     "is_accumulated",
     "is_graph_kept",
+    "is_in_backward",
     "is_profiling",
     "run_without_modes",
     "without_autocast",
@@ -52,6 +54,11 @@ def autocast_devices() -> tuple[str, ...]:
 def is_graph_kept() -> bool:
     """Whether the backward that runs was asked to keep its graph, so that it may run again; yes where none can tell."""
     return not KEPT_GRAPHS.holds() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def has_gradient_hooks(leaf: Any) -> bool:
@@ -143,6 +150,14 @@ def _check_kept_graphs() -> None:
     expect(answers == [True, False], f"a backward that keeps its graph and one that does not say {answers}")
 
 
+def _check_backward() -> None:
+    answers = [is_in_backward()]
+    probe = torch.ones(1, requires_grad=True)
+    probe.register_hook(lambda gradient: answers.append(is_in_backward()))  # type: ignore[no-untyped-call]
+    torch.autograd.grad(probe * 2, probe)
+    expect(answers == [False, True], f"outside and inside of a backward autograd says {answers}")
+
+
 def _check_accumulated() -> None:
     answers: list[bool] = []
 
@@ -209,6 +224,14 @@ ACCUMULATED = Feature(
     "counts; results are the same. memfine_fx.explain(measure=True) runs hooks of "
     "register_post_accumulate_grad_hook, which may step an optimizer.",
     check=_check_accumulated,
+)
+BACKWARD = Feature(
+    name="torch._C._current_graph_task_id",
+    package="torch",
+    purpose="telling a layer that a checkpoint recomputes from one that runs, for record_routing and replay_routing",
+    seen=("2.11", "2.15"),
+    fallback="memfine_fx.record_routing and memfine_fx.replay_routing raise MemfineError.",
+    check=_check_backward,
 )
 KEPT_GRAPHS = Feature(
     name="torch._C._autograd._get_current_graph_task_keep_graph",

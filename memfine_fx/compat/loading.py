@@ -14,6 +14,7 @@ __all__ = [
     "ACCELERATOR",
     "DYNAMO_BACKENDS",
     "EXPERTS_FUNCTIONS",
+    "FP8_EXPERTS_FUNCTIONS",
     "LLAMAFACTORY_CHECKPOINTS",
     "LORA_LAYERS",
     "MODELS",
@@ -24,6 +25,7 @@ DYNAMO_BACKENDS = "torch._dynamo.backends.registry"
 ACCELERATE_BACKENDS = "accelerate.utils.dataclasses"
 ACCELERATOR = "accelerate.accelerator"
 EXPERTS_FUNCTIONS = "transformers.integrations.moe"
+FP8_EXPERTS_FUNCTIONS = "transformers.integrations.finegrained_fp8"
 MODELS = "transformers.modeling_utils"
 LORA_LAYERS = "peft.tuners.lora.layer"
 LLAMAFACTORY_CHECKPOINTS = "llamafactory.model.model_utils.checkpointing"

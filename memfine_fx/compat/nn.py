@@ -14,6 +14,7 @@ from memfine_fx.compat.checks import Feature, expect
 __all__ = [
     "COMPILED_CALLS",
     "IGNORED_BY_DDP",
+    "compiled_call_of",
     "forward_hooks",
     "has_compiled_call",
     "hooks_after_gradient",
@@ -35,6 +36,12 @@ def plain_call(model: torch.nn.Module) -> Callable[..., Any]:
 def set_compiled_call(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Let a module run this in place of its plain call; it is left out of copies and of what is pickled."""
     model._compiled_call_impl = call
+
+
+def compiled_call_of(model: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return what a module that was compiled in place runs in place of its plain call."""
+    call: Callable[..., Any] | None = model._compiled_call_impl
+    return call
 
 
 def has_compiled_call(model: torch.nn.Module) -> bool:

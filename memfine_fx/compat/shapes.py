@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -11,15 +13,32 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from memfine_fx.compat.checks import Feature, expect
+from memfine_fx.compat.tensors import FakeTensorMode
 
 __all__ = [
     "HINTS",
     "check_symbols",
     "hints_of_symbols",
+    "mode_of_trace",
     "read_size",
     "symbolic_size",
     "unbacked_size",
 ]
+
+
+class _ShapesOfTrace(ShapeEnv):
+    """The symbols of a function that memfine_fx traces itself, where no line of a user's code makes a size."""
+
+    def _get_user_frame(self) -> FrameType | None:
+        # torch looks for a frame outside of itself, and imports torch.export and Inductor's code generation to know its
+        # own files: 0.2 s that nothing else in an eager program needs.
+        return inspect.currentframe()
+
+
+def mode_of_trace(*, allow_non_fake_inputs: bool = False) -> tuple[FakeTensorMode, ShapeEnv]:
+    """Return a mode of fake tensors, and its symbols, for one function that memfine_fx traces itself."""
+    shape_env = _ShapesOfTrace()
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=allow_non_fake_inputs), shape_env
 
 
 def symbolic_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
@@ -67,11 +86,9 @@ def hints_of_symbols(size: torch.SymInt) -> Mapping[sympy.Symbol, Any]:
 def check_symbols() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from memfine_fx.compat.tensors import FakeTensorMode
-
-    shape_env = ShapeEnv()
+    mode, shape_env = mode_of_trace()
     size = symbolic_size(shape_env, "probe", 7)
-    with FakeTensorMode(shape_env=shape_env):
+    with mode:
         rows: Any = torch.empty((size, 3))
         traced = make_fx(torch.func.functionalize(lambda x: x * 2, remove="mutations"), tracing_mode="real")(rows)
     (product,) = [node for node in traced.graph.nodes if node.op == "call_function"]
@@ -81,7 +98,7 @@ def check_symbols() -> None:
 
 
 def _check_hints() -> None:
-    size = symbolic_size(ShapeEnv(), "probe", 7)
+    size = symbolic_size(_ShapesOfTrace(), "probe", 7)
     known = size.node.shape_env.backed_var_to_val
     expect(int(known[size.node.expr]) == 7, f"a size of about 7 is {known}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -15,6 +15,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "check_storages",
+    "disable_fake_tensor_cache",
     "is_quantized",
     "is_sharded",
     "storage_id",

@@ -26,6 +26,7 @@ __all__ = [
     "gated",
     "installer_of_recorders",
     "is_expert_parallel",
+    "is_in_fp8",
     "is_recording_outside_graphs",
     "model_classes",
     "name_of_experts_function",
@@ -36,6 +37,7 @@ __all__ = [
 
 _MODULE = "transformers.utils.output_capturing"
 _EXPERTS = "transformers.integrations.moe"
+_FP8_EXPERTS = "transformers.integrations.finegrained_fp8"
 
 
 def installer_of_recorders() -> Callable[[torch.nn.Module], object] | None:
@@ -97,11 +99,16 @@ def config_with_experts(config: Any, implementation: str) -> Any:
     return config
 
 
-def register_experts_function(moe: Any, name: str, function: Callable[..., torch.Tensor]) -> None:
-    """Let models choose a function of their experts by name, given the module `transformers.integrations.moe`."""
-    functions = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+def register_experts_function(module: Any, name: str, function: Callable[..., torch.Tensor]) -> None:
+    """Let models choose a function of their experts by name, given a module of transformers that lists functions."""
+    functions = _experts_functions(module)
     if functions is not None:
         functions.register(name, function)
+
+
+def _experts_functions(module: Any) -> Any:
+    """Return the functions of experts that a module lists, by name; None where it has no such list."""
+    return getattr(module, "ALL_FP8_EXPERTS_FUNCTIONS", None) or getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
 
 
 def accept_experts_function(modeling_utils: Any, name: str) -> None:
@@ -121,14 +128,22 @@ def accept_experts_function(modeling_utils: Any, name: str) -> None:
     modeling_utils.PreTrainedModel.get_correct_experts_implementation = accepting
 
 
-def experts_function(name: str) -> Callable[..., torch.Tensor]:
-    """Return a registered function of experts: (experts, hidden [T,H], index [T,K], weight [T,K]) -> [T,H]."""
-    function: Callable[..., torch.Tensor] = sys.modules[_EXPERTS].ALL_EXPERTS_FUNCTIONS[name]
+def experts_function(experts: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
+    """Return the function of this name for experts: (experts, hidden [T,H], index [T,K], weight [T,K]) -> [T,H]."""
+    of_fp8 = _experts_functions(sys.modules[_FP8_EXPERTS]) if is_in_fp8(experts) else None
+    function: Callable[..., torch.Tensor] = (of_fp8 or _experts_functions(sys.modules[_EXPERTS]))[name]
     return function
 
 
+def is_in_fp8(experts: torch.nn.Module) -> bool:
+    """Return whether experts are multiplied by transformers' FP8 kernels."""
+    return isinstance(experts, getattr(sys.modules.get(_FP8_EXPERTS), "FP8Experts", ()))
+
+
 def name_of_experts_function(experts: torch.nn.Module) -> str | None:
-    """Return the name of the function that experts' config chooses; None where nothing is chosen."""
+    """Return the name of the function that experts' config chooses; None where nothing is chosen, or of no experts."""
+    if not hasattr(experts, "is_transposed"):  # which transformers' decorator notes
+        return None
     name: str | None = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return name
 

@@ -18,6 +18,7 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
+from memfine_fx.runtime.routing_replay import paused
 
 __all__ = ["compile_in_session", "memfine"]
 
@@ -73,7 +74,7 @@ def compile_in_session(
     model = next(iter(session.models), None) if call is None else call.model
     says_so = said_to_compile(session, model) if session.observer.compiles else contextlib.nullcontext()
     try:
-        with says_so, progress.stage("compiling code"):
+        with says_so, paused(), progress.stage("compiling code"):
             compiled = compile_graph(graph_module, example_inputs, session)
     except MemfineError as error:
         return _raising(error)

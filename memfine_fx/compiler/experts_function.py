@@ -27,23 +27,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from memfine_fx.capture.experts_call import TracedExperts, call_traced, register_traced
 from memfine_fx.compat.autograd import autocast_devices, run_without_modes, without_autocast, without_saved_tensor_hooks
-from memfine_fx.compat.shapes import symbolic_size
-from memfine_fx.compat.tensors import FakeTensorMode
-from memfine_fx.compat.transformers import EXPERTS, eager_experts, experts_function, gated, is_expert_parallel
+from memfine_fx.compat.shapes import mode_of_trace, symbolic_size
+from memfine_fx.compat.transformers import (
+    EXPERTS,
+    eager_experts,
+    experts_function,
+    gated,
+    is_expert_parallel,
+    is_in_fp8,
+)
 from memfine_fx.compiler.own_code_runs import MOST_BYTES, tolerance_of
 from memfine_fx.compiler.pipeline import compile_graph
+from memfine_fx.compiler.replay import layer_key, leave_router
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import Reason
 from memfine_fx.passes.tracing import copied_module
+from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.passes.verify.region import errors_of
 from memfine_fx.records import ChunkPlan, Refusal, Where
+from memfine_fx.runtime.routing_replay import note_ids, paused
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["experts_forward", "experts_in_graph"]
@@ -56,6 +64,7 @@ _MOST_KINDS = 16
 """Of one layer: a model is trained and evaluated, with and without autocast, with one adapter or another."""
 _UNREAD = frozenset(vars(torch.nn.Module())) - {"training"} | {"forward", "_old_forward", "_hf_hook"}
 """Attributes of modules that say how they are called, not what they compute."""
+_TRACE_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError)
 _lock = threading.RLock()
 _sessions: dict[Config, Session] = {}
 _kinds: weakref.WeakValueDictionary[object, _Kind] = weakref.WeakValueDictionary()
@@ -92,9 +101,12 @@ def experts_forward(experts: torch.nn.Module, hidden: Tensor, index: Tensor, wei
     """
     tensors = _tensors_of(experts)
     traced = _kind(experts, tensors, (hidden, index, weight)).traced
+    leave_router(experts, index)
+    note_ids(layer_key(experts), type(experts).__name__, index, int(experts.num_experts))  # type: ignore[arg-type]
     if traced is None:
-        return experts_function("grouped_mm")(experts, hidden, index, weight)
-    return traced.run(*tensors.values(), hidden, index, weight)
+        return experts_function(experts, "grouped_mm")(experts, hidden, index, weight)
+    with paused():  # its ids are noted
+        return traced.run(*tensors.values(), hidden, index, weight)
 
 
 def experts_in_graph(experts: torch.nn.Module, hidden: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +114,7 @@ def experts_in_graph(experts: torch.nn.Module, hidden: Tensor, index: Tensor, we
     arguments = [(tensor.dtype, tensor.device, tensor.shape[-1]) for tensor in (hidden, index, weight)]
     name = _name_of_kind(experts, arguments)
     if not name:
-        return experts_function("grouped_mm")(experts, hidden, index, weight)
+        return experts_function(experts, "grouped_mm")(experts, hidden, index, weight)
     return call_traced(name, *_parameters_and_buffers(experts).values(), hidden, index, weight)
 
 
@@ -150,7 +162,7 @@ def _kind_by(
         kind = _kinds.get(key)
         if kind is None:
             # Modes of the call, such as those of a selective checkpoint, would see what is only traced and compared.
-            with torch.inference_mode(False), torch.enable_grad(), without_saved_tensor_hooks():
+            with paused(), torch.inference_mode(False), torch.enable_grad(), without_saved_tensor_hooks():
                 kind = _kinds[key] = run_without_modes(lambda: _prepared(experts, tensors, arguments))
         return kind
 
@@ -197,10 +209,18 @@ def _chunked(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments:
             return f"{name} is a {type(tensor).__name__}, which is not read one expert at a time"
     if not EXPERTS.holds():
         return "this version of transformers decorates classes of experts otherwise"
+    if is_in_fp8(experts):
+        return (
+            "transformers' kernels round its rows to FP8 in every product; FineGrainedFP8Config(dequantize=True) loads "
+            "weights that are chunked"
+        )
     if is_expert_parallel(experts):
         return "transformers has its experts on several ranks"
     session = _session()
-    graph_module, inputs, constants = _traced(experts, tensors, arguments)
+    try:
+        graph_module, inputs, constants = _traced(experts, tensors, arguments)
+    except _TRACE_ERRORS as error:
+        return f"its code does not run on fake tensors: {in_words(error)}"
     graph = copied_module(graph_module).graph
     run = _outside_autocast(functools.partial(compile_graph(graph_module, inputs, session), *constants))
     captured = session.graphs[-1]
@@ -298,8 +318,8 @@ def _traced(
     Bound inputs come first: tensors inside of other objects, such as scales of 4-bit weights. The layer's own tensors
     follow, then fake arguments.
     """
-    shape_env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    mode, shape_env = mode_of_trace(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # as in `trace_rows`; and no compiler asks this mode again
     num_tokens = symbolic_size(shape_env, "num_tokens", _TOKENS_HINT)
     fakes = [_as_parameter(mode.from_tensor(tensor, static_shapes=True)) for tensor in tensors.values()]
     with mode:

@@ -70,8 +70,6 @@ def compile_plain(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], inner_backend: str, mode: str | None = None
 ) -> Callable[..., Any]:
     """Compile a graph that holds no region, in one of Inductor's modes."""
-    if inner_backend == "eager":
-        return graph_module
     inputs = list(example_inputs)
     if inner_backend == "aot_eager":
         unfused: Callable[..., Any] = plain_compiler(inner_backend)(graph_module, inputs)

@@ -50,6 +50,7 @@ from memfine_fx.compiler.recompile_limit import RecompileLimit
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
 from memfine_fx.records import short_place
+from memfine_fx.runtime.routing_replay import replay_of
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.captured_graph import CapturedGraph
@@ -94,7 +95,7 @@ class OptimizedCall:
         self.has_run = False
         self.session: Session | None = None
         self._options = options
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: dict[bool, tuple[Session, Callable[..., Any]]] = {}
 
     def install(self) -> None:
         """Put the call in its places, and where copies of the model find it."""
@@ -131,26 +132,26 @@ class OptimizedCall:
         """The parts, with what is to stand in the places of their forwards."""
         return [(part, wrap_forward(part, self, place)) for place, part in enumerate(self.parts)]
 
-    def prepare(self) -> Callable[..., Any]:
-        """Open the session; once."""
+    def prepare(self, *, replays_routing: bool = False) -> Callable[..., Any]:
+        """Open the session of steps that replay a routing, or of the others; once. Return its compiled call."""
         with _lock:
-            if self._compiled is None:
-                self._compiled = self._prepared()
-            return self._compiled
+            if replays_routing not in self._compiled:
+                self._compiled[replays_routing] = self._prepared(replays_routing)
+            self.session, call = self._compiled[replays_routing]
+            return call
 
-    def _prepared(self) -> Callable[..., Any]:
+    def _prepared(self, replays_routing: bool) -> tuple[Session, Callable[..., Any]]:
         from memfine_fx.compiler.sessions import open_session
 
         options, model = self._options, self.model
-        session = open_session(options.config, holds_compiled=True)
+        session = open_session(options.config, holds_compiled=True, replays_routing=replays_routing)
         session.models.add(model)
         if options.config.captures_loops:
             session.diagnostics.notes.extend(switch_experts(model))
         calls = [functools.partial(behind, forward) for _, forward in self._forward_wrappers]
         calls.append(functools.partial(_traced_call, model))
         call = captured(model, calls, session, fullgraph=options.fullgraph, dynamic=options.dynamic)
-        self.session = session
-        return captured_on_ranks(model, call) if options.on_ranks else call
+        return session, captured_on_ranks(model, call) if options.on_ranks else call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiled_inside():
@@ -170,7 +171,7 @@ class OptimizedCall:
         return run
 
     def _run(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        compiled = self._compiled or self.prepare()
+        compiled = self.prepare(replays_routing=replay_of(self.model) is not None)
         session = self.session
         assert session is not None
         with session.diagnostics.noting_breaks(), self._said_to_compile(session):

@@ -23,7 +23,7 @@ from memfine_fx.compat.functional import Writes
 from memfine_fx.compat.nn import own_buffers, plain_call
 from memfine_fx.compat.tensors import tree_leaves, tree_map
 from memfine_fx.compiler.session import Observer, Session
-from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
+from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices, by_routing
 from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.records import Refusal
 
@@ -290,7 +290,7 @@ class PairOfRuns:
             routing: from `ROUTINGS`.
             num_experts: among which choices are forced; None for choices among any number.
         """
-        forced = ForcedChoices(routing, num_experts) if routing in ROUTINGS else None
+        forced = ForcedChoices(by_routing(routing), num_experts) if routing in ROUTINGS else None
         arguments = tree_map(_alike, self._given) if routing == ALIKE else self._given
         self._forced = forced or contextlib.nullcontext()
         try:

@@ -14,9 +14,7 @@ from typing import Any
 from torch import fx
 
 from memfine_fx.compiler.captured_graph import CapturedGraph
-from memfine_fx.compiler.compiled_graph import CompiledGraph
 from memfine_fx.compiler.heads import lower_heads, plan_heads
-from memfine_fx.compiler.inner import compile_plain
 from memfine_fx.compiler.logs import dump_graph, log_regions, observed_passes
 from memfine_fx.compiler.regions import lower_regions, plan_regions
 from memfine_fx.compiler.session import Session
@@ -74,13 +72,25 @@ def _compile(
     dump_graph(graph_module, session, "rewritten")
     log_regions(graph_module, session, record)
     run = session.observer.on_lowered(graph_module, example_inputs, session, record)
-    if run is None and (not record.lowered or config.inner_backend == "eager"):
-        run = _noting_callers(
-            compile_plain(graph_module, example_inputs, config.inner_backend, session.mode), session, record
-        )
-    elif run is None:
-        run = CompiledGraph(graph_module, example_inputs, session, record).__call__
+    if run is None:
+        run = _run_of(graph_module, example_inputs, session, record)
     return attaching(run, record.returned)
+
+
+def _run_of(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], session: Session, record: CapturedGraph
+) -> Callable[..., Any]:
+    """Return what runs a rewritten graph. What compiles is imported here: an eager graph runs without it."""
+    backend = session.config.inner_backend
+    if backend == "eager":
+        return _noting_callers(graph_module, session, record)
+    if not record.lowered:
+        from memfine_fx.compiler.inner import compile_plain
+
+        return _noting_callers(compile_plain(graph_module, example_inputs, backend, session.mode), session, record)
+    from memfine_fx.compiler.compiled_graph import CompiledGraph
+
+    return CompiledGraph(graph_module, example_inputs, session, record).__call__
 
 
 def _noting_callers(run: Callable[..., Any], session: Session, record: CapturedGraph) -> Callable[..., Any]:

@@ -18,7 +18,6 @@ from torch import fx
 import memfine_fx.runtime.op  # noqa: F401  # registers the ops
 from memfine_fx.capture.experts_call import inline_calls, restore_calls
 from memfine_fx.compiler.captured_graph import CapturedGraph, LoweredRegion
-from memfine_fx.compiler.own_code import compare_with_own_code
 from memfine_fx.compiler.own_code_runs import CompileGraph
 from memfine_fx.compiler.session import Session, next_region_id
 from memfine_fx.config import Config
@@ -31,9 +30,11 @@ from memfine_fx.passes.dataflow import Dataflow, has_unbacked_shape, is_only_ass
 from memfine_fx.passes.lower.compiled_expert import CompiledExpertFunction, compiled_expert_for
 from memfine_fx.passes.lower.lift import can_lift
 from memfine_fx.passes.lower.region import lower_region
+from memfine_fx.passes.lower.replay import choices_of, replay_choices
 from memfine_fx.passes.lower.sharded import drop_unread_tables, own_exchanges, say_why_gathered, sharded_experts
 from memfine_fx.passes.lower.terms import argument_specs, num_tokens_hint, num_tokens_of, region_bytes, wanted_gradients
 from memfine_fx.passes.modes import modes_at
+from memfine_fx.passes.ops import LAYOUTS, name_of
 from memfine_fx.passes.pass_list import is_disabled, run_pass
 from memfine_fx.passes.read.dropped import drop_unread_ids
 from memfine_fx.passes.read.guards import GUARDED, OpenCut, discharge_guards, is_total, refuse_guards
@@ -46,6 +47,7 @@ from memfine_fx.plan.rates import measured_knee
 from memfine_fx.plan.rows import KNEE_ROWS
 from memfine_fx.records import Modes, MoERegion, Refusal, SavePolicy, short_place
 from memfine_fx.runtime.mact import ChunkTuner
+from memfine_fx.runtime.routing import group_params
 from memfine_fx.runtime.store import LiveRegion, register
 
 __all__ = ["check_leftover_shapes", "lower_regions", "plan_regions", "read_compiled_code", "with_reasons_of_attempts"]
@@ -86,7 +88,10 @@ def plan_regions(
         body.graph, [_checked_and_planned(candidate, at, session, record) for candidate in candidates]
     )
     region_ids = {outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)}
-    outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
+    if not session.config.gives_up_comparison_with_eager:
+        from memfine_fx.compiler.own_code import compare_with_own_code
+
+        outcomes = compare_with_own_code(body.graph, outcomes, inputs, session, compile_graph)
     for region_id in region_ids - {
         outcome.live.region_id for outcome in outcomes if isinstance(outcome, LoweredRegion)
     }:
@@ -107,6 +112,7 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
     lowered = [outcome for outcome in outcomes if isinstance(outcome, LoweredRegion)]
     if lowered and session.observer.lowers:
         flow = Dataflow(body.graph)
+        choices = [choices_of(outcome.region) for outcome in lowered] if session.replays_routing else []
         for outcome in reversed(lowered):  # last first: a region may feed the next one
             live = outcome.live
             table_shape = None if live.exchange is None else live.exchange.table_shape
@@ -114,6 +120,11 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
                 body, outcome.region, live.region_id, flow=flow, table_shape=table_shape,
                 routes_on_device=live.kernels is not None,
             )  # fmt: skip
+        for outcome, of_region in zip(lowered, choices, strict=False):
+            region, group = outcome.region, outcome.live.key_group
+            params = group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
+            parameter = None if group is None else _input_of(params[group][0])
+            replay_choices(region, of_region, outcome.live.region_id, parameter)
         if any(outcome.live.exchange is not None for outcome in lowered):
             drop_unread_tables(body)
         body.graph.lint()
@@ -235,6 +246,8 @@ def _plan(
         runs_in=_runs_in(why_compiled, output.device),
         name=region.where.module or str(region.where),
         context=session.steps.context_key,
+        key_group=None if exchange is not None else _input_group(region),
+        takes_slots=region.slot_dim is not None,
         leaves_idle=config.idle_gradients == "none",
     )
     register(live)
@@ -242,6 +255,19 @@ def _plan(
         terms_of, num_tokens_of(region), config.axis, lambda: compiled_expert.revision
     )
     return region, live
+
+
+def _input_group(region: MoERegion) -> int | None:
+    """Return the place of a parameter of the expert function that is an input of the graph or a view of one."""
+    groups = group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
+    return next((place for place, (node, *_) in enumerate(groups) if _input_of(node) is not None), None)
+
+
+def _input_of(node: fx.Node) -> fx.Node | None:
+    """Return the input of a graph in whose memory a node is; None where it is in other memory."""
+    while name_of(node) in LAYOUTS - {"clone", "contiguous"} and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node if node.op in ("placeholder", "get_attr") else None
 
 
 def _runs_in(why_compiled: str, device: torch.device) -> str:

@@ -21,6 +21,7 @@ from memfine_fx.compat.loading import (
     ACCELERATOR,
     DYNAMO_BACKENDS,
     EXPERTS_FUNCTIONS,
+    FP8_EXPERTS_FUNCTIONS,
     LLAMAFACTORY_CHECKPOINTS,
     LORA_LAYERS,
     MODELS,
@@ -37,6 +38,7 @@ def register_backend() -> None:
     tell_when_loaded(ACCELERATOR, _tell_accelerator)
     tell_when_loaded(LLAMAFACTORY_CHECKPOINTS, _tell_llamafactory)
     tell_when_loaded(EXPERTS_FUNCTIONS, _tell_transformers)
+    tell_when_loaded(FP8_EXPERTS_FUNCTIONS, _tell_transformers)
     tell_when_loaded(MODELS, _tell_models)
     tell_when_loaded(LORA_LAYERS, _tell_peft)
 
@@ -68,10 +70,10 @@ def _tell_llamafactory(checkpointing: Any) -> None:
     llamafactory.capture_checkpoints(checkpointing)
 
 
-def _tell_transformers(moe: Any) -> None:
+def _tell_transformers(module: Any) -> None:
     from memfine_fx.compat import transformers
 
-    transformers.register_experts_function(moe, "memfine", _experts_forward)
+    transformers.register_experts_function(module, "memfine", _experts_forward)
 
 
 def _tell_models(modeling_utils: Any) -> None:

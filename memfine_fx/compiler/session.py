@@ -80,6 +80,7 @@ class Session:
         holds_compiled: whether what it compiled lives no longer than itself: Dynamo never lets go of code that it
             compiled for a model, so what it is given holds nothing.
         observer: what watches its graphs, and what they become.
+        replays_routing: whether its graphs take the ids of experts from `replay_routing`.
         capture_flags: Dynamo flags switched on for this attempt; what they let into a graph must end in regions.
         diagnostics: notes, warnings and seconds.
         steps: runs of its graphs, and the bytes that exist before a step.
@@ -90,6 +91,7 @@ class Session:
     mode: str | None = None
     holds_compiled: bool = False
     observer: Observer = field(default_factory=Observer)
+    replays_routing: bool = False
     capture_flags: tuple[str, ...] = ()
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     graphs: list[CapturedGraph] = field(default_factory=list)

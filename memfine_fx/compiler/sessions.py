@@ -49,15 +49,16 @@ def open_session(
     mode: str | None = None,
     holds_compiled: bool = False,
     observer: Observer | None = None,
+    replays_routing: bool = False,
 ) -> Session:
     """Open a session, which lives as long as what holds it.
 
     Args:
-        config, mode, holds_compiled, observer: see `Session`.
+        config, mode, holds_compiled, observer, replays_routing: see `Session`.
     """
     set_up_logs()
     warn_outside_tested_range()
-    session = Session(config, mode, holds_compiled, observer or Observer())
+    session = Session(config, mode, holds_compiled, observer or Observer(), replays_routing)
     if config.disable_passes:
         session.diagnostics.notes.append(f"disabled passes: {', '.join(config.disable_passes)}")
     with _lock:

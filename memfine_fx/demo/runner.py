@@ -2,7 +2,7 @@
 
 1. Train in each mode in a process of its own, with an empty compile cache, so that compile times are cold.
 2. Compare the losses step by step with those of plain ``torch.compile``.
-3. Write ``memfine_demo.png`` and ``memfine_demo.json``, print the table, and return 0 if the losses agree.
+3. Write ``memfine_demo.svg`` and ``memfine_demo.json``, print the table, and return 0 if the losses agree.
 """
 
 import json
@@ -22,7 +22,7 @@ import memfine_fx
 from memfine_fx.demo.training import MODES, QUICK_SIZES, DemoSizes, ModeResult
 from memfine_fx.errors import MissingPackage
 from memfine_fx.progress import stages
-from memfine_fx.report.figure import blank_figure
+from memfine_fx.report.chart import Axis, Chart, Line, Mark, Note, moment, write_charts
 from memfine_fx.units import readable_bytes
 
 # fp32 rounding differs between the modes' kernels, and AdamW's division feeds it back into every later step.
@@ -36,10 +36,9 @@ class DemoFailed(RuntimeError):
 
 def run_demo(*, steps: int = 8, layers: int = 4, out: str = ".", quick: bool = False) -> int:
     """Train, compare and draw; return an exit status: 0 when every mode ran and the losses agree."""
-    for package, extra in (("transformers", "hf"), ("matplotlib", "bench")):
-        if find_spec(package) is None:
-            print(f"memfine demo: {MissingPackage(package, extra, 'the demo')}", file=sys.stderr)
-            return 2
+    if find_spec("transformers") is None:
+        print(f"memfine demo: {MissingPackage('transformers', 'hf', 'the demo')}", file=sys.stderr)
+        return 2
     if steps < 2:
         print(f"memfine demo: steps is {steps}, but the first step compiles; use 2 or more", file=sys.stderr)
         return 2
@@ -51,7 +50,8 @@ def run_demo(*, steps: int = 8, layers: int = 4, out: str = ".", quick: bool = F
         print(f"\n{failure}", file=sys.stderr)
     if not results:
         return 1
-    draw_memory(results, folder / "memfine_demo.png")
+    title = "Memory over one training step of the same MoE model"
+    write_charts(folder / "memfine_demo.svg", [[(title, memory_chart(results))]], width=860)
     difference = largest_relative_difference(results)
     agrees = not failures and difference <= RELATIVE_TOLERANCE
     document = {
@@ -65,7 +65,7 @@ def run_demo(*, steps: int = 8, layers: int = 4, out: str = ".", quick: bool = F
     (folder / "memfine_demo.json").write_text(json.dumps(document, indent=1))
     print(format_table(results))
     print(f"\n{verdict_line(difference, agrees, bool(failures))}")
-    print(f"wrote {folder / 'memfine_demo.png'} and {folder / 'memfine_demo.json'}")
+    print(f"wrote {folder / 'memfine_demo.svg'} and {folder / 'memfine_demo.json'}")
     return 0 if agrees else 1
 
 
@@ -168,22 +168,26 @@ _LABELS = {
     "checkpoint": "torch.compile + gradient checkpointing",
     "memfine": "memfine_fx.optimize",
 }
-_COLOURS = {"compile": "#5b6b7f", "checkpoint": "#d9822b", "memfine": "#0a7d5a"}
-_LOWEST_FIRST_Z = {"compile": 2, "checkpoint": 3, "memfine": 4}
+_COLOURS = {"compile": "soft", "checkpoint": "series4", "memfine": "accent"}
 
 
-def draw_memory(results: Sequence[ModeResult], path: Path) -> None:
-    """Write the chart as PNG.
+def memory_chart(results: Sequence[ModeResult]) -> Chart:
+    """Return live memory over the step in every mode.
 
     Every mode takes its own time, so forward and backward are each stretched to the same width: the
     boundary between them is one line for all curves.
     """
-    figure, axes = blank_figure((9.6, 5.4), "drawing the memory chart")
-    top = max(result.peak_bytes for result in results) / MIB
+    top = 1.1 * max(1e-3, *(result.peak_bytes / MIB for result in results))
+    marks: list[Mark] = [moment(1), Note(0.5, top, "forward", "middle"), Note(1.5, top, "backward", "middle")]
     for result in results:
-        _draw_curve(axes, result)
-    _decorate(axes, max(top, 1e-3))
-    figure.savefig(path)
+        points = [(time, live / MIB) for time, live in zip(stretch_time(result), result.live_bytes, strict=True)]
+        label = f"{_LABELS[result.mode]}: peak {result.peak_bytes / MIB:.0f} MiB"
+        colour = _COLOURS[result.mode]
+        marks.append(Line(points, label, colour, "steps"))
+        marks.append(Line([max(points, key=lambda point: point[1])], colour=colour, form="dots"))
+    ticks = [(0, "step begins"), (1, "backward begins"), (2, "gradients ready")]
+    y = Axis("live memory beyond parameters, gradients and optimizer state, MiB", 0, top)
+    return Chart(Axis("forward and backward, each on its own clock", 0, 2, ticks=ticks), y, marks, height=320)
 
 
 def stretch_time(result: ModeResult) -> list[float]:
@@ -193,36 +197,3 @@ def stretch_time(result: ModeResult) -> list[float]:
     return [
         max(0.0, time / boundary) if time < boundary else 1 + (time - boundary) / length for time in result.times_us
     ]
-
-
-def _draw_curve(axes: Any, result: ModeResult) -> None:
-    times = stretch_time(result)
-    live_mib = [live / MIB for live in result.live_bytes]
-    colour, order = _COLOURS[result.mode], _LOWEST_FIRST_Z[result.mode]
-    label = f"{_LABELS[result.mode]}: peak {result.peak_bytes / MIB:.0f} MiB"
-    axes.plot(times, live_mib, drawstyle="steps-post", color=colour, linewidth=1.3, label=label, zorder=order)
-    axes.fill_between(times, live_mib, step="post", color=colour, alpha=0.10, linewidth=0, zorder=order - 1)
-    peak = max(range(len(live_mib)), key=live_mib.__getitem__)
-    axes.plot(times[peak], live_mib[peak], "o", color=colour, markersize=5, zorder=order)
-
-
-def _decorate(axes: Any, top_mib: float) -> None:
-    axes.set_xlim(0, 2)
-    axes.set_ylim(0, top_mib * 1.12)
-    axes.axvline(1, color="#333333", linewidth=0.9, linestyle=(0, (4, 3)), zorder=5)
-    axes.set_xticks([0, 1, 2], ["step begins", "forward ends,\nbackward begins", "gradients ready"])
-    for centre, name in ((0.5, "forward"), (1.5, "backward")):
-        axes.text(centre, top_mib * 1.04, name, ha="center", color="#333333", fontsize=11)
-    axes.set_ylabel("live memory beyond parameters, gradients\nand optimizer state (MiB)")
-    axes.grid(axis="y", color="#e3e3e3", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    legend = axes.legend(
-        title="Memory over one training step of the same MoE model",
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
-        frameon=False,
-        alignment="left",
-    )
-    legend.get_title().set(fontweight="bold", fontsize=13)

@@ -252,13 +252,6 @@ function stitched(short, long, more, alike) {
 }
 
 // ---- the page
-const COLOURS = {
-  "parameters": "#4e79a7", "parameters gathered by FSDP": "#86a8cc", "fp32 copies of parameters": "#a0cbe8",
-  "optimizer state": "#59a14f", "gradients": "#f28e2b", "gradients that FSDP has not reduced": "#ffbe7d",
-  "kept for backward": "#b07aa1", "working set of experts": "#e15759", "working set of the head": "#ff9d9a",
-  "passing tensors": "#9c755f", "inputs and buffers": "#bab0ac", "working set of the optimizer": "#8cd17d",
-  "margin of the estimate": "#d7d2cf",
-};
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 function readable(bytes) {
   if (bytes < 1024) return Math.round(bytes) + " B";
@@ -275,7 +268,6 @@ function put(id, value, text) {
 }
 function putBytes(id, total) {
   put(id, total.bytes, readable(total.bytes));
-  element(id + "-bytes").textContent = grouped(total.bytes) + " B";
 }
 function node(name, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -283,9 +275,15 @@ function node(name, attributes, text) {
   if (text !== undefined) made.textContent = text;
   return made;
 }
+const colours = new Map();  // a term has one colour at all sizes, in the order of first use
+const colourOf = (name) => {
+  if (!colours.has(name)) colours.set(name, `var(--series${colours.size % 16})`);
+  return colours.get(name);
+};
 function draw(points, memory, beside) {
-  const chart = element("chart"), names = Object.keys(COLOURS).filter((name) => points.some((one) => one.terms.some(([term, bytes]) => term === name && bytes)));
-  const width = chart.clientWidth || 800, height = 300, left = 70, bottom = 22, top = 14;
+  for (const one of points) for (const [name] of one.terms) colourOf(name);
+  const chart = element("chart"), names = [...colours.keys()].filter((name) => points.some((one) => one.terms.some(([term, bytes]) => term === name && bytes)));
+  const width = chart.clientWidth || 800, height = 320, left = 48, bottom = 44, top = 26;
   const heights = points.map((one) => sum(one.terms.map(([, bytes]) => bytes)));
   const peak = Math.max(...heights), limit = memory - beside, most = Math.max(peak, limit < 1.6 * peak ? limit : 0) * 1.06;
   const last = points.length - 1, calls = points.filter((one) => one.isCall).length;
@@ -297,20 +295,23 @@ function draw(points, memory, beside) {
   });
   const x = (place) => left + ((width - left) * ends[place]) / ends[last + 1];
   const y = (bytes) => height - bottom - ((height - bottom - top) * bytes) / most;
+  const line = (x1, y1, x2, y2, colour, dashes) => chart.append(node("line", {x1, y1, x2, y2, stroke: `var(--${colour})`, "stroke-dasharray": dashes ?? ""}));
+  const text = (x, y, anchor, words, name) => chart.append(node("text", {x, y, "text-anchor": anchor, class: name ?? ""}, words));
   chart.replaceChildren();
   chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  for (let tick = 0; tick <= 4; tick++) {
-    const bytes = (most * tick) / 4;
-    chart.append(node("line", {x1: left, x2: width, y1: y(bytes), y2: y(bytes), class: "grid"}));
-    chart.append(node("text", {x: left - 6, y: y(bytes) + 4, "text-anchor": "end"}, readable(bytes)));
+  const [unit, scale] = UNITS.find(([, bytes]) => most >= bytes) ?? UNITS[3];
+  const power = 10 ** Math.floor(Math.log10(most / scale / 5)), step = power * [1, 2, 5, 10].find((one) => power * one * 5 >= most / scale);
+  text(2, 12, "start", `live memory, ${unit}`);
+  for (let tick = 0; tick * step * scale <= most; tick++) {
+    line(left, y(tick * step * scale), width, y(tick * step * scale), "line");
+    text(left - 6, y(tick * step * scale) + 4, "end", grouped(Number((tick * step).toPrecision(6))));
   }
   const below = points.map(() => 0);
   for (const name of names) {
     const upper = points.map((one, place) => below[place] + sum(one.terms.filter(([term]) => term === name).map(([, bytes]) => bytes)));
-    const path = [];
     const edge = (values) => values.flatMap((bytes, place) => [[x(place), y(bytes)], [x(place + 1), y(bytes)]]);
-    path.push(...edge(upper), ...edge(below).reverse());
-    const area = node("path", {d: "M" + path.map(([a, b]) => a.toFixed(1) + " " + b.toFixed(1)).join("L") + "Z", fill: COLOURS[name]});
+    const path = [...edge(upper), ...edge(below).reverse()];
+    const area = node("path", {d: "M" + path.map(([a, b]) => a.toFixed(1) + " " + b.toFixed(1)).join("L") + "Z", fill: colourOf(name)});
     area.append(node("title", {}, name));
     chart.append(area);
     upper.forEach((bytes, place) => { below[place] = bytes; });
@@ -318,20 +319,20 @@ function draw(points, memory, beside) {
   let begin = 0;
   points.forEach((one, place) => {
     if (place === last || points[place + 1].where !== one.where) {
-      const end = place + 1;
-      if (place !== last) chart.append(node("line", {x1: x(end), x2: x(end), y1: top, y2: height - bottom, class: "phase"}));
-      const name = one.where === "optimizer step" ? "optimizer" : one.where;
-      chart.append(node("text", {x: place === last ? width : (x(begin) + x(end)) / 2, y: height - 6, "text-anchor": place === last ? "end" : "middle"}, name));
+      const end = place + 1, isLast = place === last;
+      if (!isLast) line(x(end), top, x(end), height - bottom, "paper");
+      text(isLast ? width : (x(begin) + x(end)) / 2, height - 28, isLast ? "end" : "middle", one.where === "optimizer step" ? "optimizer" : one.where);
       begin = end;
     }
   });
+  text((left + width) / 2, height - 8, "middle", "operations of the step, in order; widths are not time");
   if (limit > 0 && limit <= most) {
-    chart.append(node("line", {x1: left, x2: width, y1: y(limit), y2: y(limit), class: "limit"}));
-    chart.append(node("text", {x: left + 6, y: y(limit) - 4, class: "limit"}, "left for the step " + readable(limit)));
+    line(left, y(limit), width, y(limit), "bad", "5 4");
+    text(left + 6, y(limit) - 4, "start", "memory for the step, " + readable(limit), "limit");
   }
   element("legend").replaceChildren(...names.map((name) => {
     const item = document.createElement("span"), colour = document.createElement("i");
-    colour.style.background = COLOURS[name];
+    colour.style.background = colourOf(name);
     item.append(colour, name);
     return item;
   }));
@@ -347,7 +348,7 @@ function row(cells) {
   return made;
 }
 function alternatives(data, size, memory, found) {
-  const rows = [["memfine_fx, smallest budget", found.least], ["memfine_fx, nothing computed again", found.most]];
+  const rows = [["memfine_fx, smallest budget", found.least], ["memfine_fx, nothing recomputed", found.most]];
   for (const one of data.alternatives) rows.push([one.what, one.analysis === null ? null : total(one.analysis, one.plan, size), one]);
   element("alternatives").replaceChildren(...rows.map(([what, one, source]) => {
     if (one === null) return row([what, source.remark, "", ""]);
@@ -361,7 +362,7 @@ function show(data) {
   const plan = element("plan").value, drawn = plan === "shown" ? found.shown : found[plan];
   const needs = drawn.bytes + data.beside;
   put("verdict", found.fits, (found.fits ? "fits" : "does not fit") + " in " + readable(memory));
-  element("verdict").className = found.fits ? "fits" : "misses";
+  element("verdict").className = found.fits ? "good" : "bad";
   put("drawn", drawn.bytes, `its peak is ${readable(needs)}, in the ${drawn.where}` + (drawn.bytes === found.least.bytes && drawn.plan !== "asked" ? ", under the smallest budget" : ""));
   putBytes("least", found.least);
   putBytes("most", found.most);

@@ -18,7 +18,7 @@ from memfine_fx.fitting.changes import Change
 from memfine_fx.fitting.devices import CudaTerm
 from memfine_fx.fitting.export import Exported
 from memfine_fx.fitting.setup import TRAININGS, Setup
-from memfine_fx.report.style import palette
+from memfine_fx.report.page import document, items, section
 from memfine_fx.units import budget_text, readable_bytes
 
 __all__ = ["FitReport"]
@@ -162,9 +162,10 @@ class FitReport:
 
     def _budgets(self) -> list[str]:
         note = "" if self.lightest is self.least else ", more than without a budget, which leaves checkpoints in place"
+        least, most = self.least.num_bytes, self.most.num_bytes
         lines = [
-            f"smallest budget that works: {budget_text(self.least.num_bytes)} ({self.least.num_bytes} bytes){note}",
-            f"budget that computes nothing again: {budget_text(self.most.num_bytes)} ({self.most.num_bytes} bytes)",
+            f"smallest budget that works: {budget_text(least)} ({least} bytes){note}",
+            f"budget under which nothing is recomputed: {budget_text(most)} ({most} bytes)",
         ]
         if self.memory_bytes is not None:
             lines.append(
@@ -212,12 +213,12 @@ def _up_to(most: int | None) -> str:
 _PLANS = ("asked", "least", "most")
 _ROOM = 1.25  # of the memory that the page begins with, where none was given
 _CHOSEN = (
-    "What forward keeps for backward was chosen at {batch} x {seq:,} tokens, and the page holds to it at other sizes, "
-    "where memfine fit asked again may choose otherwise. What keeps everything is the same at all sizes."
+    "What forward saves for backward was chosen at {batch} x {seq:,} tokens. The page assumes the same choice at other "
+    "sizes, where memfine fit may choose otherwise. The plan that recomputes nothing is the same at all sizes."
 )
 _DRAWN = (
-    "Equal layers were recorded as a few and one more. The chart shows the most of each stretch between two layers' "
-    "experts, and layers between the first and the last lie on a line; the peak is extended exactly."
+    "Of equal layers only a few were recorded. The chart shows the most memory between the experts of two layers, and "
+    "draws layers between the first and the last on a line; the peak is extended exactly."
 )
 
 
@@ -234,14 +235,16 @@ def page(report: FitReport) -> str:
     about = f"{TRAININGS[setup.train]} training in {setup.dtype} with {setup.optimizer}"
     about += ", gradient checkpointing of layers" if setup.checkpointing else ""
     about += f", {setup.accumulate} accumulated micro-batches" if setup.accumulate > 1 else ""
-    return Template(files.joinpath("page.html").read_text(encoding="utf-8")).substitute(
-        palette=palette(":root"),
-        model=escape(report.model),
-        about=escape(about),
-        alternatives="" if report.alternatives else "<p>More of them with <code>memfine fit --alternatives</code>.</p>",
-        notes="".join(f"<li>{escape(note)}</li>" for note in _notes(report)),
-        data=json.dumps(_data(report), separators=(",", ":")).replace("<", "\\u003c"),
-        script=files.joinpath("page.js").read_text(encoding="utf-8"),
+    more = "" if report.alternatives else "<p>More of them with <code>memfine fit --alternatives</code>.</p>"
+    body = Template(files.joinpath("page.html").read_text(encoding="utf-8"))
+    data = json.dumps(_data(report), separators=(",", ":")).replace("<", "\\u003c")
+    script = files.joinpath("page.js").read_text(encoding="utf-8")
+    return document(
+        report.model,
+        f"<h1>{escape(report.model)}</h1>",
+        body.substitute(about=escape(about), alternatives=more),
+        section("What these numbers are", items(_notes(report))),
+        script=f'<script type="application/json" id="data">{data}</script><script>{script}</script>',
     )
 
 

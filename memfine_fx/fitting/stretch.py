@@ -46,7 +46,7 @@ __all__ = [
     "stretched",
 ]
 
-PARTS = ("gradients", "saved for backward", "working set of experts", "working set of the head", "passing tensors")
+PARTS = ("gradients", "saved for backward", "working set of experts", "working set of the head", "temporary tensors")
 _GRADIENTS, _SAVED, _EXPERTS, _HEAD, _PASSING = range(len(PARTS))
 
 

@@ -1,135 +1,62 @@
-"""Draw figures without pyplot's global state; matplotlib is needed only where something is drawn."""
+"""Charts of a report: memory over a measured step, and time against memory of a layer's plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from memfine_fx.errors import MissingPackage
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.plan.front import FrontPoint, MeasuredPoint
+from memfine_fx.report.chart import Axis, Box, Chart, Line, Mark, Note, level
+from memfine_fx.units import readable_bytes
 
-__all__ = ["blank_figure", "draw_front", "draw_timeline"]
-
-
-def blank_figure(size: tuple[float, float], purpose: str, *, dpi: int = 150) -> tuple[Any, Any]:
-    """(figure, its only axes).
-
-    Args:
-        size: width and height in inches.
-        purpose: what cannot be done without matplotlib, for the error.
-
-    Raises:
-        MissingPackage: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackage("matplotlib", "bench", purpose) from error
-    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
+__all__ = ["front_chart", "timeline_chart"]
 
 MIB = 2**20
+_MAX_POINTS = 2000
 
 
-def draw_front(front: Sequence[FrontPoint], measured: Sequence[MeasuredPoint], path: str | Path) -> None:
-    """Write the picture; the file name's ending chooses the format.
-
-    Raises:
-        MissingPackage: matplotlib is not installed.
-    """
-    figure, axes = blank_figure((8, 5), "drawing time against bytes")
-    peaks, seconds = [point.peak_bytes / MIB for point in front], [point.seconds for point in front]
-    axes.plot(peaks, seconds, "o-", color="#0a7d5a", label="memfine, predicted")
-    for point, peak in zip(front, peaks, strict=True):
-        axes.annotate(f"R={point.rows}, {point.policy}", (peak, point.seconds), fontsize=6, rotation=30)
-    if measured:
-        axes.plot(
-            [peer.peak_bytes / MIB for peer in measured],
-            [peer.seconds for peer in measured],
-            "s",
-            color="#3b5b8c",
-            label="measured",
-        )
-    for peer in measured:
-        axes.annotate(peer.name, (peer.peak_bytes / MIB, peer.seconds), fontsize=6)
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("peak beyond parameters and gradients, MiB")
-    axes.set_ylabel("forward and backward, s")
-    axes.grid(color="#e3e3e3", linewidth=0.8)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-
-
-MIB = 2**20
-_COLOURS = {"forward": "#3f7cac", "backward": "#d9822b"}
-_MEASURED, _PREDICTED = "#22313f", "#b3261e"
-_MAX_LABELS = 12
-
-
-def draw_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write the picture; the file name's ending chooses the format.
-
-    Raises:
-        MissingPackage: matplotlib is not installed.
-    """
-    figure, axes = blank_figure((10, 5), "drawing the memory of a step")
-    _draw_spans(axes, timeline)
-    _draw_measured(axes, timeline)
-    _draw_predicted(axes, timeline)
-    _decorate(axes, timeline)
-    figure.savefig(path)
-
-
-def _draw_spans(axes: Any, timeline: Timeline) -> None:
-    named: set[str] = set()
+def timeline_chart(timeline: Timeline) -> Chart:
+    """Return live memory over the measured step, with the stretches of chunked regions and what was predicted."""
+    marks: list[Mark] = []
     for span in timeline.spans:
-        direction, _, where = span.name.partition(" ")
-        label = None if direction in named else f"chunked region, {direction}"
-        named.add(direction)
-        begin, end = span.begin_us / 1e3, span.end_us / 1e3
-        axes.axvspan(begin, end, color=_COLOURS.get(direction, "#888888"), alpha=0.18, linewidth=0, label=label)
-        if len(timeline.spans) <= _MAX_LABELS:
-            axes.text(
-                (begin + end) / 2, 0.01, where, rotation=90, ha="center", va="bottom", fontsize=7,
-                color="#333333", transform=axes.get_xaxis_transform(),
-            )  # fmt: skip
-
-
-def _draw_measured(axes: Any, timeline: Timeline) -> None:
-    times = [time / 1e3 for time in timeline.times_us]
-    live = [num_bytes / MIB for num_bytes in timeline.live_bytes]
-    label = f"measured, peak {timeline.peak_bytes() / MIB:.1f} MiB"
-    axes.plot(times, live, drawstyle="steps-post", color=_MEASURED, linewidth=1.1, label=label, zorder=3)
-
-
-def _draw_predicted(axes: Any, timeline: Timeline) -> None:
+        direction = span.name.partition(" ")[0]
+        colour = direction if direction in ("forward", "backward") else "soft"
+        ends = span.begin_us / 1e3, span.end_us / 1e3, float("-inf"), float("inf")
+        marks.append(Box(*ends, f"chunked region, {direction}", colour, 0.3, tip=span.name))
+    peak = readable_bytes(timeline.peak_bytes())
+    points = [(time / 1e3, num_bytes / MIB) for time, num_bytes in _highest(timeline)]
+    marks.append(Line(points, f"measured, peak {peak}", "ink", "steps"))
     spans = {span.name: span for span in timeline.spans}
-    named = False
     for prediction in timeline.predictions:
-        mib = prediction.peak_bytes / MIB
+        height = prediction.peak_bytes / MIB
         if prediction.span is None:
-            label = f"predicted for the step, {mib:.1f} MiB"
-            axes.axhline(mib, color=_PREDICTED, linewidth=1.0, linestyle=(0, (6, 3)), label=label, zorder=4)
+            marks.append(level(height, f"predicted for the step, {readable_bytes(prediction.peak_bytes)}"))
         elif prediction.span in spans:
-            span = spans[prediction.span]
-            once = {} if named else {"label": "predicted for a region"}
-            named = True
-            axes.hlines(mib, span.begin_us / 1e3, span.end_us / 1e3, color=_PREDICTED, linewidth=1.6, **once)
+            stretch = spans[prediction.span]
+            ends_ms = (stretch.begin_us / 1e3, height), (stretch.end_us / 1e3, height)
+            marks.append(Line(ends_ms, "predicted for a region", "bad"))
+    x = Axis("time in the step, ms (while traced)", 0, max((*(time / 1e3 for time in timeline.times_us), 1e-3)))
+    return Chart(x, Axis("live memory beyond the start of the step, MiB"), marks)
 
 
-def _decorate(axes: Any, timeline: Timeline) -> None:
-    axes.set_xlim(0, max((*(time / 1e3 for time in timeline.times_us), 1e-3)))
-    axes.set_ylim(bottom=min(0, *(num_bytes / MIB for num_bytes in timeline.live_bytes)) if timeline.live_bytes else 0)
-    axes.set_xlabel("time in the step (ms, while traced)")
-    axes.set_ylabel("live memory beyond the start of the step (MiB)")
-    axes.grid(axis="y", color="#e3e3e3", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8)
+def _highest(timeline: Timeline) -> list[tuple[float, int]]:
+    """Return (time, live bytes), of long steps the highest of each few events, so that the peak stays."""
+    events = list(zip(timeline.times_us, timeline.live_bytes, strict=True))
+    few = max(1, -(-len(events) // _MAX_POINTS))
+    return [max(events[at : at + few], key=lambda event: event[1]) for at in range(0, len(events), few)]
+
+
+def front_chart(front: Sequence[FrontPoint], measured: Sequence[MeasuredPoint]) -> Chart:
+    """Return seconds against peak memory of a layer's plans, with measured peers."""
+    plans = [(point.peak_bytes / MIB, point.seconds) for point in front]
+    marks: list[Mark] = [Line(plans, "memfine, predicted", has_dots=True)]
+    marks += [
+        Note(*place, f"R={point.rows}, {point.policy}", is_apart=True)
+        for place, point in zip(plans, front, strict=True)
+    ]
+    if measured:
+        peers = [(peer.peak_bytes / MIB, peer.seconds) for peer in measured]
+        marks.append(Line(peers, "measured", "series4", "dots"))
+        marks += [Note(*place, peer.name, is_apart=True) for place, peer in zip(peers, measured, strict=True)]
+    x = Axis("peak beyond parameters and gradients, MiB", is_log=True)
+    return Chart(x, Axis("forward and backward, s"), marks, height=360)

@@ -1,32 +1,33 @@
 """Reports of a model: as text, JSON and pictures, and as HTML: a fragment for a notebook, and a file of its own.
 
 HTML shows regions and heads with status and reason, what is alive at the predicted peak, and the measured step over
-time where there is one. Styles are inline and drawings are SVG, so that no script runs and nothing is loaded.
+time where there is one. No script runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfine_fx.errors import MemfineError
 from memfine_fx.memory.timeline import Timeline
 from memfine_fx.records import Where
+from memfine_fx.report.chart import write_charts
 from memfine_fx.report.entries import HeadReport, RegionReport, StepReport
+from memfine_fx.report.figure import timeline_chart
+from memfine_fx.report.page import cards, document, fragment, items, section, table, wide_chart
 from memfine_fx.report.picture import region_svg
-from memfine_fx.report.style import palette
 from memfine_fx.units import readable_bytes
 
 if TYPE_CHECKING:  # sympy would be most of the package's import time
     import sympy
 
-__all__ = ["Report", "by_reason", "chunked_in_words", "first_step_line", "fragment", "page", "unchunked_layers"]
+__all__ = ["Report", "by_reason", "chunked_in_words", "first_step_line", "notebook", "page", "unchunked_layers"]
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """How a notebook shows it."""
-        return fragment(self)
+        return notebook(self)
 
     def to_html(self, path: str | Path) -> None:
         """Write one HTML file that needs nothing beside it.
@@ -173,22 +174,19 @@ class Report:
         Path(path).write_text(page(self), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw the memory over the measured step, the chunked regions marked, what was predicted beside it.
+        """Draw memory over the measured step, with chunked regions and predictions, as an SVG file.
 
         Args:
-            path: of the picture; its ending chooses the format (png, svg, pdf).
+            path: of the picture, ending in ".svg".
 
         Raises:
-            MemfineError: nothing was measured.
-            MissingPackage: matplotlib is not installed.
+            MemfineError: nothing was measured, or the ending is another one.
         """
         if self.timeline is None:
             raise MemfineError(
                 "this report holds no measured step to draw: memfine_fx.explain(model, ..., measure=True) makes one"
             )
-        from memfine_fx.report.figure import draw_timeline
-
-        draw_timeline(self.timeline, path)
+        write_charts(path, [[("Memory over a measured step", timeline_chart(self.timeline))]], width=900)
 
 
 def _file_name(where: Where) -> str:
@@ -200,159 +198,86 @@ def _jsonable(value: Any) -> str:
     return str(value)
 
 
-_WIDTH, _HEIGHT = 800, 200
-_MAX_POINTS = 2000
-_STYLE = (
-    palette(".memfine")
-    + """
-.memfine{font:14px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;padding:.5rem}
-.memfine h3{font-size:1rem;margin:1rem 0 .3rem}
-.memfine .wide{overflow-x:auto}
-.memfine table{border-collapse:collapse;width:100%}
-.memfine th,.memfine td{text-align:left;vertical-align:top;padding:.2rem .6rem .2rem 0}
-.memfine th,.memfine td{border-bottom:1px solid var(--line)}
-.memfine td{overflow-wrap:break-word}
-@media(max-width:40rem){.memfine td{overflow-wrap:anywhere}}
-.memfine .number{text-align:right;white-space:nowrap}
-.memfine .chunked{color:var(--good);white-space:nowrap}
-.memfine .refused{color:var(--bad);white-space:nowrap}
-.memfine .bar{background:var(--forward);height:.6rem;min-width:1px}
-.memfine svg{display:block;width:100%;height:12rem;border:solid var(--line);border-width:1px 0}
-.memfine .axis,.memfine .legend{display:flex;justify-content:space-between;font-size:.85rem}
-.memfine .legend{justify-content:flex-start;flex-wrap:wrap;gap:.2rem 1rem;margin-top:.3rem}
-.memfine .legend i{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem;opacity:.5}
-.memfine .legend i.live{height:2px;vertical-align:middle;opacity:1;background:var(--ink)}
-"""
-)
-
-
 def page(report: Report) -> str:
     """Return the report as a whole HTML document."""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>memfine_fx report</title></head>'
-        f"<body>{fragment(report)}</body></html>\n"
-    )
+    return document("memfine_fx report", *_parts(report))
 
 
-def fragment(report: Report) -> str:
+def notebook(report: Report) -> str:
     """Return the report as HTML for the body of a page; several may stand on one page."""
-    parts = [_headline(report)]
+    return fragment(*_parts(report))
+
+
+def _parts(report: Report) -> list[str]:
+    if not report.has_run:
+        return ["<p><b>memfine_fx</b>: nothing has run yet; regions are found at the first call of the model</p>"]
+    parts = [f"<h1>memfine_fx: {escape(report.counted)}</h1>", _peaks(report)]
     if report.regions or report.heads:
-        parts.append(_layers([*report.layers, *report.heads]))
-    if len(report.layers) < len(report.regions):
-        parts.append(f"<p>{escape(report.others)}</p>")
+        others = [f"<p>{escape(report.others)}</p>"] if len(report.layers) < len(report.regions) else []
+        layers_and_heads: list[RegionReport | HeadReport] = [*report.layers, *report.heads]
+        rows = map(_cells, layers_and_heads)
+        layers = table(("status", "where", "how or why not"), rows)
+        parts.append(section("Layers", layers, *others))
     if report.step is not None:
         parts.append(_step(report.step))
     if report.timeline is not None and report.timeline.times_us:
-        parts.append(_timeline(report.timeline))
-    if report.notes:
-        parts.append("<h3>Notes</h3><ul>" + "".join(f"<li>{escape(note)}</li>" for note in report.notes) + "</ul>")
-    return f'<div class="memfine"><style>{_STYLE}</style>{"".join(parts)}</div>'
+        parts.append(section("The measured step", wide_chart(timeline_chart(report.timeline))))
+    return [*parts, section("Notes", items(report.notes))] if report.notes else parts
 
 
-def _headline(report: Report) -> str:
-    if not report.has_run:
-        return (
-            "<p><strong>memfine_fx</strong>: nothing has run yet; regions are found at the first call of the model</p>"
-        )
-    line = report.counted
-    for what, num_bytes in (("predicted", report.predicted_peak_bytes), ("measured", report.measured_peak_bytes)):
-        if num_bytes is not None:
-            line += f", {readable_bytes(num_bytes)} {what}"
-    return f"<p><strong>memfine_fx</strong>: {line}</p>"
+def _peaks(report: Report) -> str:
+    predicted, measured = report.predicted_peak_bytes, report.measured_peak_bytes
+    peaks = (("predicted peak of the step", predicted), ("measured peak of the step", measured))
+    cells = [(readable_bytes(num_bytes), name, False) for name, num_bytes in peaks if num_bytes is not None]
+    if predicted is not None and measured is not None:
+        cells.append((f"{predicted / measured - 1:+.1%}", "prediction against measurement", False))
+    return cards(cells) if cells else ""
 
 
-def _layers(layers: Sequence[RegionReport | HeadReport]) -> str:
-    return "<h3>Layers</h3>" + _table(
-        ("status", "where", "how or why not", "imbalance of routing"), (_cells(layer) for layer in layers)
-    )
-
-
-def _cells(one: RegionReport | HeadReport) -> tuple[str, ...]:
-    why = [_ran(one), one.reason if one.plan is None else one.plan.reason, f"hint: {one.hint}" if one.hint else ""]
+def _cells(layer: RegionReport | HeadReport) -> tuple[str, ...]:
+    plan = layer.plan
+    imbalance = getattr(layer, "imbalance", None)
+    why = [
+        _ran(layer),
+        layer.reason if plan is None else plan.reason,
+        f"the busiest expert gets {imbalance.p50:.2f} times the mean of rows (median of {imbalance.num_steps} steps), "
+        f"at most {imbalance.largest:.2f} times"
+        if imbalance
+        else "",
+        f"hint: {layer.hint}" if layer.hint else "",
+    ]
+    # A phone needs places to break a long name at.
+    places = (escape(layer.where.module).replace(".", ".<wbr>"), escape(Path(layer.where.source).name))
     return (
-        f'<td class="{one.status}">{one.status}</td>',
-        f'<td title="{escape(str(one.where))}">{_place(one.where)}</td>',
-        f"<td>{'<br>'.join(escape(text) for text in why if text)}</td>",
-        _cell(str(getattr(one, "imbalance", None) or "")),
+        f'<span class="{"good" if layer.status == "chunked" else "bad"}">{layer.status}</span>',
+        f'<span title="{escape(str(layer.where))}">{"<br>".join(filter(None, places))}</span>',
+        "<br>".join(escape(text) for text in why if text),
     )
 
 
-def _place(where: Where) -> str:
-    """The module and FILE:LINE without its folder."""
-    return "<br>".join(escape(part) for part in (where.module, Path(where.source).name) if part)
-
-
-def _ran(one: RegionReport | HeadReport) -> str:
-    plan = one.plan
+def _ran(layer: RegionReport | HeadReport) -> str:
+    plan = layer.plan
     if plan is None:
         return ""
     rows = getattr(plan, "rows_per_chunk", None)
     size = f"{plan.tokens_per_chunk} tokens" if plan.tokens_per_chunk else f"{rows} rows"
-    chunks = f", {one.num_chunks} chunks" if one.num_chunks else ""
+    chunks = f", {layer.num_chunks} chunks" if layer.num_chunks else ""
     return f"{size} a chunk{chunks}, {readable_bytes(plan.predicted_bytes)} predicted"
 
 
 def _step(step: StepReport) -> str:
     terms = sorted((term for term in (*step.static, *step.peak.terms) if term[1] > 0), key=lambda term: -term[1])
-    largest = terms[0][1] if terms else 1
     rows = (
         (
-            _cell(name),
-            f'<td class="number">{readable_bytes(num_bytes)}</td>',
-            f'<td style="width:40%"><div class="bar" style="width:{100 * num_bytes / largest:.1f}%"></div></td>',
+            escape(name),
+            readable_bytes(num_bytes),
+            f'<div class="meter" style="width:{100 * num_bytes / terms[0][1]:.1f}%"></div>',
         )
         for name, num_bytes in terms
     )
-    title = f"<h3>Alive at the predicted peak of the step, in its {escape(step.peak.where)}</h3>"
-    return title + _table(("what", "bytes", ""), rows) + (f"<p>{escape(step.decision)}</p>" if step.decision else "")
-
-
-def _timeline(timeline: Timeline) -> str:
-    """Live bytes over the measured step as an SVG, a step line, with the regions' stretches behind it."""
-    last, most = max(timeline.times_us[-1], 1e-9), max(1, timeline.peak_bytes())
-    stretches = "".join(
-        f'<rect x="{_WIDTH * span.begin_us / last:.1f}" y="0" height="{_HEIGHT}" '
-        f'width="{_WIDTH * (span.end_us - span.begin_us) / last:.1f}" fill-opacity="0.3" '
-        f'fill="var(--{span.name.partition(" ")[0]},#888888)"><title>{escape(span.name)}</title></rect>'
-        for span in timeline.spans
-    )
-    drawn = [(_WIDTH * time / last, _HEIGHT * (1 - max(0, live) / most)) for time, live in _highest(timeline)]
-    corners = [(after[0], before[1]) for before, after in pairwise(drawn)]
-    steps = [point for both in zip(drawn, [*corners, drawn[-1]], strict=True) for point in both]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
-    kinds = dict.fromkeys(span.name.partition(" ")[0] for span in timeline.spans)
-    legend = "".join(
-        f'<span><i style="background:var(--{kind},#888888)"></i>chunked region, {escape(kind)}</span>' for kind in kinds
-    )
-    # Text stands beside the drawing, which a narrow screen shrinks.
-    return (
-        f"<h3>The measured step: at most {readable_bytes(most)} beyond its start, {last / 1e3:.1f} ms while traced</h3>"
-        f'<div class="axis"><span>{readable_bytes(most)}</span></div>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="live memory over the step">{stretches}<polyline points="{points}" fill="none" '
-        'stroke="var(--ink)" stroke-width="1.2" vector-effect="non-scaling-stroke"/></svg>'
-        f'<div class="axis"><span>0 B at 0 ms</span><span>time in the step</span><span>{last / 1e3:.1f} ms</span></div>'
-        f'<div class="legend"><span><i class="live"></i>live bytes beyond the start of the step</span>{legend}</div>'
-    )
-
-
-def _highest(timeline: Timeline) -> list[tuple[float, int]]:
-    """(time, live bytes), of long steps the highest of each few events, so that the peak stays."""
-    events = list(zip(timeline.times_us, timeline.live_bytes, strict=True))
-    few = max(1, -(-len(events) // _MAX_POINTS))
-    return [max(events[at : at + few], key=lambda event: event[1]) for at in range(0, len(events), few)]
-
-
-def _table(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(text: str) -> str:
-    return f"<td>{escape(text)}</td>"
+    words = [f"<p>{escape(text)}</p>" for text in (step.decision, step.budget) if text]
+    title = f"Alive at the predicted peak of the step, in its {step.peak.where}"
+    return section(title, table(("what", "memory", "share of the largest"), rows, numbers=[1]), *words)
 
 
 def first_step_line(report: Report, budget: object = None) -> str:

@@ -36,7 +36,7 @@ def region_graph(region: MoERegion) -> RegionGraph:
         (number[kinds[source]], number[kinds[node]]): None
         for node in nodes
         if roles[node] != "input"
-        for source in flow.digraph.predecessors(node)
+        for source in flow.sources(node)
         if source in kinds and kinds[source] != kinds[node]
     }
     boxes = [PictureNode(_names(copies), _shape(copies[0]), roles[copies[0]]) for copies in members.values()]
@@ -49,7 +49,7 @@ def _kinds(nodes: list[fx.Node], roles: dict[fx.Node, Role], flow: Dataflow) -> 
     kinds: dict[fx.Node, object] = {}
     for node in nodes:
         looks = (_name_of_all(node), re.sub(r"\bu\d+", "u", _shape(node)), roles[node], _place_in_tuple(node))
-        reads = {kinds[source] for source in flow.digraph.predecessors(node) if source in kinds}
+        reads = {kinds[source] for source in flow.sources(node) if source in kinds}
         reads -= {kind for look, kind in ((key[0], kind) for key, kind in known.items()) if look == looks}
         kinds[node] = known.setdefault((looks, frozenset(reads)), len(known))
     return kinds

@@ -24,6 +24,7 @@ from memfine_fx.runtime.compiled_expert import SavingFunctions
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.ranges import range_of, ranged
 from memfine_fx.runtime.routing import Routed, group_params, sort_assignments
+from memfine_fx.runtime.routing_replay import note_backward, note_run
 from memfine_fx.runtime.store import ExpertKernels, LiveRegion, lookup
 
 __all__ = [
@@ -79,6 +80,7 @@ def route_shared(
     region = lookup(region_id)
     assert region.exchange is not None, f"{region_id} has its experts here"
     order, offsets = sort_assignments(expert_index, num_experts)
+    note_run(region_id, region.name, order, offsets, region.top_k)
     return order, region.exchange.share_counts(region, order, offsets, expert_index.shape[0])
 
 
@@ -136,6 +138,8 @@ def _forward(routed: Routed, region_id: str, saved: SavedRows | None) -> torch.T
     if region.exchange is not None:
         with span(f"forward {region_id}"), range_of(name):
             return region.exchange.forward(region, routed, saved)
+    top_k = 0 if region.takes_slots else region.top_k
+    note_run(region.key(routed.params), region.name, routed.order, routed.offsets, top_k)
     plan = region.plan_for(num_tokens)
     kernels = region.kernels_for(routed, saved)
     if kernels is not None:
@@ -211,6 +215,7 @@ def _backward(
     region = lookup(region_id)
     wanted_params = _grouped(wanted[2:], region)
     name = f"{region.name or region_id} backward"
+    note_backward(region_id if region.exchange is not None else region.key(routed.params))
     if region.exchange is not None:
         with span(f"backward {region_id}"), range_of(name):
             return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, saved)

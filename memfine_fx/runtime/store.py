@@ -14,6 +14,7 @@ from memfine_fx.runtime.compiled_expert import CompiledExpert, SavedTensor
 from memfine_fx.runtime.live import Live, Registry
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
+from memfine_fx.runtime.routing_replay import Key, key_of
 
 if TYPE_CHECKING:
     from memfine_fx.runtime.loop import SavedRows
@@ -131,6 +132,9 @@ class LiveRegion(Live[ChunkPlan]):
             checks make them, may run in compiled functions all the same.
         runs_in: "GPU kernels", or on a GPU "compiled functions" and why.
         loads: how uneven its routing was.
+        key_group: the place of a parameter of the expert function that is an input of the graph, or a view of one: it
+            tells layers apart that share a graph. None where there is none.
+        takes_slots: whether rows stand in experts' slots, so that tokens have no ids.
         leaves_idle: whether parameters of experts without rows get no gradient, see `Config.idle_gradients`.
     """
 
@@ -144,6 +148,8 @@ class LiveRegion(Live[ChunkPlan]):
     kernels: ExpertKernels | None = None
     runs_in: str = ""
     loads: LoadHistory = field(default_factory=LoadHistory)
+    key_group: int | None = None
+    takes_slots: bool = False
     leaves_idle: bool = False
     largest_chunk: int = 0  # rows, in the latest step
     stages_gradients: bool = False  # whether a gradient was added to more than once in it
@@ -177,6 +183,14 @@ class LiveRegion(Live[ChunkPlan]):
                 places += [first + expert for expert, is_idle in enumerate(idle) if is_idle]
             first += self.num_experts if kind == "each" else 1
         return places
+
+    def key(self, params: Sequence[Sequence[torch.Tensor]]) -> Key:
+        """Return what a layer is known by in a routing that is recorded or replayed.
+
+        Args:
+            params: by parameter of the expert function, see `runtime.routing.Routed`.
+        """
+        return key_of(self.region_id, None if self.key_group is None else params[self.key_group][0])
 
     @property
     def decides_saved_rows(self) -> bool:

@@ -16,21 +16,22 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-import memfine_fx.expert_parallel.shard  # noqa: F401  # registers the ops
+from memfine_fx.compat.operators import qualified_name
 from memfine_fx.config import Axis
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.expert_parallel.groups import registered
-from memfine_fx.expert_parallel.placement import Placement
-from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.passes.dataflow import computed_from, node_value, provenance, static_size, tensor_of
 from memfine_fx.passes.lower.region import recording
 from memfine_fx.passes.ops import target_name
 from memfine_fx.records import MoERegion, ParamKind, Refusal
 from memfine_fx.runtime.routing import group_params
+
+if TYPE_CHECKING:
+    from memfine_fx.expert_parallel.sharded import ShardedExperts
 
 __all__ = ["OWN_EXCHANGE", "drop_unread_tables", "own_exchanges", "say_why_gathered", "sharded_experts"]
 
@@ -39,7 +40,8 @@ OWN_EXCHANGE = (
     "its experts and let optimize(..., expert_parallel=...) shard them"
 )
 
-_WHOLES = (torch.ops.memfine.all_experts.default, torch.ops.memfine.expert_of.default)
+_WHOLES = frozenset(("memfine::all_experts", "memfine::expert_of"))
+"""Operators of `expert_parallel`, which is loaded where a graph holds one of them, and imported here only then."""
 _RESHAPES = ("reshape", "view", "flatten", "unflatten")
 
 
@@ -66,16 +68,20 @@ def sharded_experts(
         if kind != "shared"
     }
     paths = {node: _path_from_table(node) for node in kinds}
-    sources = [path[0] for path in paths.values() if path[0].target in _WHOLES]
+    sources = [path[0] for path in paths.values() if _reads_whole(path[0])]
     if not sources:
         return region, None
+    from memfine_fx.expert_parallel.groups import registered
+    from memfine_fx.expert_parallel.placement import Placement
+    from memfine_fx.expert_parallel.sharded import ShardedExperts
+
     (key,) = {source.args[-3] for source in sources}
     assert isinstance(key, str)
     ranks = registered(key)
     placement = Placement(region.dims.num_experts, ranks.num_ranks)
     owned = placement.owned(ranks.rank)
     own = {
-        node: _on_slice(path) if path[0].target in _WHOLES else _slice_of(node, kinds[node], region, owned)
+        node: _on_slice(path) if _reads_whole(path[0]) else _slice_of(node, kinds[node], region, owned)
         for node, path in paths.items()
     }
     layer = region.where.module or str(region.where)
@@ -102,7 +108,7 @@ def say_why_gathered(graph: fx.Graph, refusals: Sequence[Refusal]) -> None:
         refusals: of its regions.
     """
     for node in graph.nodes:
-        if node.target in _WHOLES:
+        if _reads_whole(node):
             node.args = (*node.args[:-1], _reason(str(node.args[-2]), refusals))
 
 
@@ -129,10 +135,15 @@ def own_exchanges(graph: fx.Graph) -> list[Refusal]:
     ]
 
 
+def _reads_whole(node: fx.Node) -> bool:
+    """Return whether a node gathers the parameters of experts that ranks share out."""
+    return node.op == "call_function" and qualified_name(node.target) in _WHOLES
+
+
 def _path_from_table(node: fx.Node) -> list[fx.Node]:
     """Nodes from where a parameter is read to `node`, as long as each acts on every expert alone."""
     path = [node]
-    while path[0].target not in _WHOLES:
+    while not _reads_whole(path[0]):
         source = _same_experts(path[0])
         if source is None:
             break
@@ -204,7 +215,7 @@ def _slice_of(node: fx.Node, kind: ParamKind, region: MoERegion, owned: range) -
         CannotChunk: it is trained, and each rank would have the gradient of its own rows alone; or it is made of tables
             that are shared out.
     """
-    if tensor_of(node).requires_grad or any(source.target in _WHOLES for source in computed_from([node])):
+    if tensor_of(node).requires_grad or any(_reads_whole(source) for source in computed_from([node])):
         raise CannotChunk(
             Reason.SHARDED, "experts are sharded, but this parameter of theirs is computed from whole tables", node
         )
@@ -218,6 +229,6 @@ def drop_unread_tables(graph_module: fx.GraphModule) -> None:
     """Erase reads of whole tables, and what was made of them, that nothing uses any more."""
     for node in reversed(list(graph_module.graph.nodes)):
         is_unread = not node.users and node.op != "output"
-        if is_unread and _path_from_table(_behind_reshapes(node, -1))[0].target in _WHOLES:
+        if is_unread and _reads_whole(_path_from_table(_behind_reshapes(node, -1))[0]):
             graph_module.graph.erase_node(node)
     graph_module.recompile()

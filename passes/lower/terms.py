@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 
 from memfine_fx.compat.shapes import hints_of_symbols
-from memfine_fx.expert_parallel.clones import bytes_of_clones, can_clone
-from memfine_fx.expert_parallel.sharded import ShardedExperts
 from memfine_fx.kernels.adapter_tables import trained_adapters
 from memfine_fx.kernels.tables import KernelForm, trained_parts
 from memfine_fx.kernels.tiling import LEAST_COLUMNS
@@ -23,6 +21,9 @@ from memfine_fx.passes.tracing import TensorSpec
 from memfine_fx.records import MoERegion, SavePolicy
 from memfine_fx.runtime.loop import accumulator_dtype
 from memfine_fx.runtime.routing import group_params
+
+if TYPE_CHECKING:
+    from memfine_fx.expert_parallel.sharded import ShardedExperts
 
 __all__ = [
     "argument_specs",
@@ -133,9 +134,13 @@ def _adapter_bytes(region: MoERegion, form: KernelForm, wanted: Sequence[bool], 
 
 def _clones_bytes(region: MoERegion, exchange: ShardedExperts | None, *, backward: bool) -> int:
     """Return the bytes of the slots for clones of other ranks' experts, in backward with gradients; 0 without slots."""
-    if exchange is None or not exchange.ranks.slots or not can_clone(region.expert_fn.param_kinds):
+    if exchange is None or not exchange.ranks.slots:
         return 0
+    from memfine_fx.expert_parallel.clones import bytes_of_clones, can_clone
+
     kinds = region.expert_fn.param_kinds
+    if not can_clone(kinds):
+        return 0
     tables = [tensor_of(node) for node, kind in zip(region.params, kinds, strict=True) if kind == "expert"]
     return sum(
         bytes_of_clones(

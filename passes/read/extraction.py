@@ -186,7 +186,7 @@ def _cut(reader: Reader, exit_node: fx.Node, roots: set[fx.Node]) -> Cut:
     """Whatever ran between the inputs and the exit."""
     flow, inside, pending = reader.flow, {exit_node}, [exit_node]
     while pending:
-        for source in flow.digraph.predecessors(pending.pop()):
+        for source in flow.sources(pending.pop()):
             if source in reader.ran and source not in roots and source not in inside:
                 inside.add(source)
                 pending.append(source)

@@ -28,9 +28,13 @@ from memfine_fx.passes.ops import CASTS, CHOOSERS, COPIES, FLOAT_CASTS, LOOKUPS,
 from memfine_fx.passes.read.frame import Frame
 
 __all__ = [
+    "GLUE",
     "frames_of",
     "given_sources",
+    "is_along_last",
+    "is_chosen",
     "is_given",
+    "is_looked_up",
     "is_router",
     "is_seed",
     "masked",
@@ -39,7 +43,7 @@ __all__ = [
     "seeds_of",
 ]
 
-_GLUE = RESHAPES | COPIES | {"detach", "to", "long", "int"}
+GLUE = RESHAPES | COPIES | {"detach", "to", "long", "int"}
 """They neither mix entries nor change ids."""
 _PARTS = VIEWS | {"clone", "index_select"} | (CASTS - FLOAT_CASTS)
 _WIDE = (torch.int32, torch.int64)
@@ -47,8 +51,8 @@ _WIDE = (torch.int32, torch.int64)
 
 def is_seed(node: fx.Node) -> bool:
     """Whether a node is a routing decision."""
-    is_choice = _is_chosen(node) and not _is_of_rows(node)
-    return is_int_tensor(node) and (is_choice or _is_table_lookup(node) or is_given(node))
+    is_choice = is_chosen(node) and not _is_of_rows(node)
+    return is_int_tensor(node) and (is_choice or is_looked_up(node) or is_given(node))
 
 
 def seeds_of(graph: fx.Graph) -> list[fx.Node]:
@@ -76,7 +80,7 @@ def is_router(seed: fx.Node) -> bool:
 def frames_of(seed: fx.Node, flow: Dataflow) -> list[Frame]:
     """Return the ways to read a seed's shape, likelier ones first: [T,K] or [B,S,K]; [T] or [B,S] with one choice."""
     num_dims = tensor_of(seed).ndim
-    if _is_chosen(seed):
+    if is_chosen(seed):
         ways = [num_dims == _scores(seed).ndim] if num_dims else []
     else:
         ways = [True] * (num_dims >= 2) + [False] * (num_dims <= 2 and not is_given(seed))
@@ -109,16 +113,16 @@ def proved_of(index: fx.Node, flow: Dataflow) -> tuple[bool, int | None]:
     are computed from others may meet or leave the range, and so may ids that anything in the graph writes into.
     """
     node = index
-    while not _is_chosen(node):
+    while not is_chosen(node):
         source = node.args[0] if node.args else None
-        if name_of(node) not in _GLUE or flow.is_written(node):
+        if name_of(node) not in GLUE or flow.is_written(node):
             return False, None
         value = node_value(source) if isinstance(source, fx.Node) else None
         if not isinstance(value, torch.Tensor) or not _has_choices_of(node, value):
             return False, None
         assert isinstance(source, fx.Node)
         node = source
-    if flow.is_written(node) or not _is_along_last(node):
+    if flow.is_written(node) or not is_along_last(node):
         return False, None
     return _is_distinct(node), static_size(_scores(node).shape[-1])
 
@@ -153,7 +157,7 @@ def _frame(seed: fx.Node, flow: Dataflow, *, has_choices: bool) -> Frame | None:
         top_k=top_k,
         has_choices=has_choices,
         is_distinct=is_distinct or top_k == 1,
-        num_experts=static_size(_scores(seed).shape[-1]) if _is_chosen(seed) else None,
+        num_experts=static_size(_scores(seed).shape[-1]) if is_chosen(seed) else None,
         bound=bound,
     )
 
@@ -163,7 +167,8 @@ def _belongs_to_architecture(size: int | torch.SymInt) -> bool:
     return bool(size_expr(size).is_number or size_expr(size).is_symbol)
 
 
-def _is_chosen(node: fx.Node) -> bool:
+def is_chosen(node: fx.Node) -> bool:
+    """Return whether a node is the integers of a choice: the second result of a top-k, or an arg-max."""
     if name_of(node) in ("argmax", "argmin"):
         return True
     source = node.args[0] if name_of(node) == "getitem" and node.args else None
@@ -191,11 +196,11 @@ def _is_distinct(seed: fx.Node) -> bool:
     """Whether a token's choices are surely different experts: they are one top-k along the last dimension."""
     source = seed.args[0] if seed.args else None
     is_top_k = isinstance(source, fx.Node) and name_of(source) == "topk"
-    return is_top_k and _is_chosen(seed) and _is_along_last(seed)
+    return is_top_k and is_chosen(seed) and is_along_last(seed)
 
 
-def _is_along_last(seed: fx.Node) -> bool:
-    """Whether a choice is among the entries of the last dimension."""
+def is_along_last(seed: fx.Node) -> bool:
+    """Return whether a choice is among the entries of the last dimension."""
     source = seed.args[0] if name_of(seed) == "getitem" else seed
     assert isinstance(source, fx.Node)
     place, default = (2, -1) if name_of(source) == "topk" else (1, None)
@@ -203,8 +208,8 @@ def _is_along_last(seed: fx.Node) -> bool:
     return dim in (-1, _scores(seed).ndim - 1)
 
 
-def _is_table_lookup(node: fx.Node) -> bool:
-    """Integers looked up by integers in a table from outside the graph: hash routing."""
+def is_looked_up(node: fx.Node) -> bool:
+    """Return whether a node is integers that integers look up in a table from outside the graph: hash routing."""
     if name_of(node) not in LOOKUPS or len(node.all_input_nodes) != 2:
         return False
     if name_of(node) == "index_select" and node.args[1:2] not in ((), (0,)):

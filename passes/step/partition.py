@@ -68,6 +68,7 @@ _FILES = (
     memfine_fx.runtime.loop.__file__,
     memfine_fx.kernels.experts.__file__,
     memfine_fx.runtime.op.__file__,
+    memfine_fx.runtime.routing_replay.__file__,
 )
 """What decides a partition, its record, and the layouts of our operators' results: cached graphs are those of these."""
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "memfine")
@@ -75,6 +76,7 @@ _NEVER_RECOMPUTED = (
     torch.ops.memfine.route.default,
     torch.ops.memfine.route_on_device.default,
     torch.ops.memfine.route_shared.default,
+    torch.ops.memfine.replayed_ids.default,
     torch.ops.memfine.experts.default,
     torch.ops.memfine.head_loss.default,
 )

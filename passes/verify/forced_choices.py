@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memfine_fx.compat.functional import Listening
 
-__all__ = ["ROUTINGS", "ForcedChoices"]
+__all__ = ["ROUTINGS", "ForcedChoices", "by_routing"]
 
 aten = torch.ops.aten
 _SORTS = (aten.sort.default, aten.sort.stable)
@@ -30,21 +30,38 @@ ROUTINGS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 """Name -> (token [T,1], choice [1,E], E) -> expert [T,E], a permutation of all experts for each token."""
 
 
+Choose = Callable[[Tensor, Tensor], Tensor | None]
+"""(scores [...,E], what they chose [...,k]) -> experts [...,k]; None to leave the choice free."""
+
+
+def by_routing(name: str) -> Choose:
+    """Return what follows a routing of `ROUTINGS`."""
+    routing = ROUTINGS[name]
+
+    def choose(scores: Tensor, own: Tensor) -> Tensor:
+        num_experts = scores.shape[-1]
+        token = torch.arange(scores.numel() // num_experts, device=scores.device)[:, None]
+        choice = torch.arange(num_experts, device=scores.device)[None]
+        return routing(token, choice, num_experts).view(scores.shape)[..., : own.shape[-1]]
+
+    return choose
+
+
 class ForcedChoices(Listening):  # type: ignore[no-untyped-call]
-    """Lets every choice among experts follow one routing.
+    """Lets choices among experts name given ones.
 
     Args:
-        routing: from `ROUTINGS`.
+        choose: gives the experts.
         num_experts: E. Choices along a last dimension of another size are free; None to force them all.
     """
 
-    def __init__(self, routing: str, num_experts: int | None) -> None:
+    def __init__(self, choose: Choose, num_experts: int | None) -> None:
         super().__init__(self._forced)
-        self._routing, self._num_experts = ROUTINGS[routing], num_experts
+        self._choose, self._num_experts = choose, num_experts
         self.num_forced = 0
 
     def _forced(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
-        """Return the result of a choice among experts under the forced routing; None for any other call."""
+        """Return the result of a choice among experts that is forced; None for any other call."""
         scores = args[0] if args else None
         if (
             not isinstance(scores, Tensor)
@@ -53,24 +70,19 @@ class ForcedChoices(Listening):  # type: ignore[no-untyped-call]
             or scores.shape[-1] != (self._num_experts or scores.shape[-1])
         ):
             return None
-        if func is aten.argmax.default and _is_last(scores, _argument(args, kwargs, 1, "dim")):
-            return self._experts(scores)[..., 0].reshape(result.shape)
+        is_argmax = func is aten.argmax.default and _is_last(scores, _argument(args, kwargs, 1, "dim"))
         is_max = func is aten.max.dim and _is_last(scores, _argument(args, kwargs, 1, "dim"))
         is_top_k = func is aten.topk.default and _is_last(scores, _argument(args, kwargs, 2, "dim", -1))
-        if is_max or is_top_k or (func in _SORTS and _is_last(scores, _dim_of_sort(func, args, kwargs))):
-            values, ids = result
-            experts = self._experts(scores)[..., : 1 if is_max else ids.shape[-1]]
-            chosen = scores.gather(-1, experts).reshape(values.shape)
-            return type(result)((chosen, experts.reshape(ids.shape)))
-        return None
-
-    def _experts(self, scores: Tensor) -> Tensor:
-        """[...,E]: all experts in the order of the routing."""
+        is_sort = func in _SORTS and _is_last(scores, _dim_of_sort(func, args, kwargs))
+        if not (is_argmax or is_max or is_top_k or is_sort):
+            return None
+        ids = result if is_argmax else result[1]
+        experts = self._choose(scores, ids.reshape(*scores.shape[:-1], -1))
+        if experts is None:
+            return None
         self.num_forced += 1
-        num_experts = scores.shape[-1]
-        token = torch.arange(scores.numel() // num_experts, device=scores.device)[:, None]
-        choice = torch.arange(num_experts, device=scores.device)[None]
-        return self._routing(token, choice, num_experts).view(scores.shape)
+        chosen = experts.reshape(ids.shape)
+        return chosen if is_argmax else type(result)((scores.gather(-1, experts).reshape(ids.shape), chosen))
 
 
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:

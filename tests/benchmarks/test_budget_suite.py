@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.budgets import LEAST, NO_BUDGET, routers_of
-from benchmarks.figures import pictures_of
+from benchmarks.figures import charts_of
 from benchmarks.records import Row
 from benchmarks.suites import jobs_of
 from benchmarks.suites.budget import MODELS, QUICK, front_points
@@ -101,8 +101,7 @@ def test_every_model_of_the_predictions_runs(model: str) -> None:
 
 
 def test_a_front_is_drawn() -> None:
-    pytest.importorskip("matplotlib")
-    (picture,) = pictures_of([front_row()])
-    assert "budget" in picture.caption and picture.png.startswith(b"\x89PNG")
+    (drawn,) = (chart.svg() for chart in charts_of([front_row()]).values())
+    assert "memfine, at its budget" in drawn and "memory of the whole step, MiB" in drawn
     (summary,) = summaries_of([front_row()])
     assert [point.is_ours for point in front_points(summary)] == [False, False, True, True]

@@ -1,12 +1,9 @@
 """The figures of planner/docs/training.md and the table, on a model small enough for a test."""
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks.cluster_figures import Question, answered, asked, draw, table, takeovers
+from benchmarks.cluster_figures import Question, answered, asked, table, takeovers
 from memfine_planner.training.sweep import Study
-from memfine_planner.training.sweep_report import draw_range, draw_speed
 
 SMALL = Question("llama3_8b", 8, "BF16", ("gpus=8:16", "mtbf=100,20000"))
 
@@ -31,10 +28,3 @@ def test_table_has_a_row_a_factor_and_a_column_a_model(found: Study) -> None:
 
 def test_losses_are_named_where_they_take_over(found: Study) -> None:
     assert "mtbf (h between interruptions of a GPU): failures from 100; " in takeovers(SMALL, found)
-
-
-def test_picture_is_written(found: Study, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "picture.png"
-    draw(path, [("one", lambda axes: draw_range(axes, found), lambda axes: draw_speed(axes, found.sweeps[0]))])
-    assert path.read_bytes().startswith(b"\x89PNG")

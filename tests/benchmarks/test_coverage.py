@@ -6,11 +6,17 @@ import re
 
 import pytest
 
-from benchmarks.coverage.__main__ import PAGE, function_rows, page_of, stored_multimodal_rows, stored_rows
-from benchmarks.coverage.check import check_experts_function, check_family, check_multimodal, check_spelling
+from benchmarks.coverage.__main__ import PAGE, page_of, rows_of, stored_multimodal_rows, stored_rows
+from benchmarks.coverage.check import (
+    check_experts_function,
+    check_family,
+    check_multimodal,
+    check_replay,
+    check_spelling,
+)
 from benchmarks.coverage.families import moe_families
 from benchmarks.coverage.multimodal import MULTIMODAL
-from benchmarks.coverage.rows import NO_FUNCTION, CoverageRow
+from benchmarks.coverage.rows import EXPERTS_FUNCTION, NO_FUNCTION, ROUTING_REPLAY, CoverageRow
 from benchmarks.coverage.spellings import SPELLINGS
 
 pytestmark = pytest.mark.own_code
@@ -64,7 +70,7 @@ def test_a_cheap_part_of_the_table_holds(name: str) -> None:
 
 
 def test_every_family_has_a_row_of_its_experts_function() -> None:
-    rows = {row.name: row for row in function_rows()}
+    rows = {row.name: row for row in rows_of(EXPERTS_FUNCTION)}
     assert rows.keys() == FAMILIES.keys()
     assert sum(row.is_whole for row in rows.values()) >= 60
     assert all(row.is_whole or row.failure == NO_FUNCTION for row in rows.values())
@@ -82,8 +88,19 @@ def test_every_experts_function_of_the_table_holds() -> None:
 
 
 def assert_function_no_worse(name: str) -> None:
-    row, stored = check_experts_function(FAMILIES[name]), {row.name: row for row in function_rows()}[name]
+    row, stored = check_experts_function(FAMILIES[name]), {row.name: row for row in rows_of(EXPERTS_FUNCTION)}[name]
     assert (row.is_whole, row.failure, row.num_raised) == (stored.is_whole, stored.failure, stored.num_raised), name
+
+
+def test_every_family_but_a_few_replays_a_routing() -> None:
+    rows = {row.name: row for row in rows_of(ROUTING_REPLAY)}
+    assert rows.keys() == FAMILIES.keys()
+    assert sum(row.is_whole for row in rows.values()) >= 65
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_a_cheap_part_of_the_replays_holds(name: str) -> None:
+    assert check_replay(FAMILIES[name]).is_whole
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ _ignores = "_set_params_and_buffers_to_ignore_for_model"
 BREAKS: dict[Feature, Break] = {
     accelerate.BACKENDS: having(accelerate, "add_backend", lambda module: None),
     autograd.ACCUMULATED: having(torch._C, "_will_engine_execute_node", lambda node: True),
+    autograd.BACKWARD: having(torch._C, "_current_graph_task_id", lambda: -1),
     autograd.KEPT_GRAPHS: having(_autograd, _keeps, lambda: False),
     autograd.SAVED_TENSOR_HOOKS: having(_autograd, "_top_saved_tensors_default_hooks", lambda ignores: None),
     autograd.MODES: lacking(torch.utils._python_dispatch, "_disable_current_modes"),

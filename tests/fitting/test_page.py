@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from memfine_fx.plan.rows import LEAST_TOKENS, knee_tokens
 from memfine_fx.report.style import palette
 from memfine_fx.units import readable_bytes
 from tests.fitting.test_fit import config_of
+from tests.pages import read_page
 
 NODE = shutil.which("node")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -132,25 +132,6 @@ def test_a_report_without_records_says_so() -> None:
         page(bare)
 
 
-class Whole(HTMLParser):
-    """Nothing may be loaded, and what is data must be JSON."""
-
-    data = ""
-    _is_data = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in {"link", "img", "iframe"}
-        assert not {name for name, _ in attrs} & {"src", "href"}
-        self._is_data = tag == "script" and ("type", "application/json") in attrs
-
-    def handle_data(self, data: str) -> None:
-        if self._is_data:
-            self.data += data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._is_data = False
-
-
 @pytest.mark.skipif(NODE is None, reason="needs node")
 def test_the_page_writes_bytes_as_texts_do() -> None:
     sizes = [0, 900, 1024, 10_700, 2_786_552, 1023 << 20, 80 << 30, 37_190_743, 3 << 40]
@@ -163,26 +144,37 @@ def test_the_page_writes_bytes_as_texts_do() -> None:
 
 def test_the_page_has_no_colour_of_one_scheme_only() -> None:
     style = Path("memfine_fx/fitting/page.html").read_text(encoding="utf-8").partition("</style>")[0]
-    assert "$palette" in style and set(re.findall(r"var\((--\w+)", style)) <= set(
-        re.findall(r"--\w+", palette(":root"))
-    )
+    assert set(re.findall(r"var\((--\w+)", style)) <= set(re.findall(r"--\w+", palette(":root")))
     assert re.findall(r"[;{](?:color|background|fill|stroke|border[-\w]*):[^;}]*#\w+", style) == []
 
 
 def test_the_file_needs_nothing_beside_it() -> None:
-    whole = Whole()
-    whole.feed(page_of(4 * TOKENS * LENGTH))
-    data = json.loads(whole.data)
+    data = json.loads(read_page(page_of(4 * TOKENS * LENGTH)).scripts[0])
     assert data["start"] == {"batch": 2, "seq": 64, "memory": 2**20}
     assert set(data["analysis"]["plans"]) == {"asked", "least", "most"}
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser")
+def test_a_browser_draws_every_term_on_axes_with_units(tmp_path: Path) -> None:
+    (tmp_path / "fit.html").write_text(page_of(4000 * TOKENS * LENGTH), encoding="utf-8")
+    drawn = dumped(tmp_path / "fit.html")
+    legend = re.sub("<[^>]+>", "|", drawn.partition('id="legend"')[2].partition("</section>")[0])
+    assert all(f"|{name}|" in legend for name in ("parameters", "optimizer state", "gradients", "saved for backward"))
+    assert (
+        "live memory, KiB</text>" in drawn and "operations of the step, in order; widths are not time</text>" in drawn
+    )
+
+
+def dumped(path: Path, fragment: str = "") -> str:
+    """Return the page's HTML after its script has run."""
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--virtual-time-budget=4000", "--dump-dom", f"file://{path}#{fragment}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
 def shown(path: Path, **sizes: int) -> dict[str, str]:
     """Values on the page at a setting, by the id of what shows them."""
-    given = "&".join(f"{name}={size}" for name, size in sizes.items())
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += ["--virtual-time-budget=4000", "--dump-dom", f"file://{path}#{given}"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = dumped(path, "&".join(f"{name}={size}" for name, size in sizes.items()))
     return dict(re.findall(r'id="(\w+)"[^>]*data-value="([^"]*)"', found))
 
 

@@ -24,7 +24,7 @@ from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.passes.read import guard_proof
 from memfine_fx.passes.read.frame import Frame
 from memfine_fx.passes.read.values import Ids, Mask
-from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices
+from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices, by_routing
 from tests.properties.life import state_of
 from tests.properties.written import EXPERTS, PRODUCTS, WrittenLayer, load, module_source
 
@@ -704,7 +704,7 @@ def test_small_gradients_are_compared_with_the_largest() -> None:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_choice_follows_the_routing(routing: str) -> None:
     scores = torch.randn(2, 3, 5, requires_grad=True)
-    with ForcedChoices(routing, 5) as forced:
+    with ForcedChoices(by_routing(routing), 5) as forced:
         values, ids = scores.topk(2, dim=-1)
         maximum, first = scores.max(-1)
         order = scores.argsort(-1, descending=True)
@@ -720,7 +720,7 @@ def test_every_choice_follows_the_routing(routing: str) -> None:
 def test_routings_leave_experts_idle_and_set_tokens_apart() -> None:
     ids = {}
     for routing in ROUTINGS:
-        with ForcedChoices(routing, 6):
+        with ForcedChoices(by_routing(routing), 6):
             ids[routing] = torch.randn(4, 6).topk(1)[1][:, 0].tolist()
     assert set(ids["first experts only"]) == {0} and set(ids["last experts only"]) == {5}
     assert ids["in turn"] == [0, 1, 2, 3]
@@ -729,7 +729,7 @@ def test_routings_leave_experts_idle_and_set_tokens_apart() -> None:
 
 def test_choices_among_other_things_stay_free() -> None:
     scores = torch.randn(4, 6)
-    with ForcedChoices("in turn", 6) as forced:
+    with ForcedChoices(by_routing("in turn"), 6) as forced:
         assert torch.equal(scores.topk(1, dim=0)[1], scores.sort(0, descending=True)[1][:1])
         scores[:, :5].topk(2)
         torch.arange(6).max(-1)

@@ -13,8 +13,14 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
 __all__ = ["zero_run"]
 
 
-def zero_run(rank: int, stage: int) -> tuple[list[float], list[float], int]:
-    """Losses of three AdamW steps without and with memfine_fx, and the regions chunked."""
+def zero_run(rank: int, stage: int, optimizes: bool) -> tuple[list[float], list[float], int]:
+    """Losses of three AdamW steps without and with memfine_fx, and the regions chunked.
+
+    Args:
+        rank: this process.
+        stage: of ZeRO.
+        optimizes: by `memfine_fx.optimize`; otherwise by the name of the experts function.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29731")
     import deepspeed
@@ -37,5 +43,9 @@ def zero_run(rank: int, stage: int) -> tuple[list[float], list[float], int]:
 
     model = model_of()
     plain = losses(model_of())
-    ours = losses(memfine_fx.optimize(model, config=config("eager")))
+    if optimizes:
+        memfine_fx.optimize(model, config=config("eager"))
+    else:
+        model.set_experts_implementation("memfine")
+    ours = losses(model)
     return plain, ours, memfine_fx.report(model).num_chunked

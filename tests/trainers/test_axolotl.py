@@ -41,6 +41,20 @@ def test_a_loaded_model_is_optimized_with_the_options_of_the_file() -> None:
     assert {region.plan.rows_per_chunk for region in regions if region.plan is not None} == {5}
 
 
+def test_the_experts_function_is_chosen_by_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = pytest.importorskip("axolotl.loaders.model")
+    monkeypatch.setenv("MEMFINE_OPTIONS", "rows_per_chunk=5")
+    loader = object.__new__(loaders.ModelLoader)
+    loader.cfg, loader.model = (
+        config(experts_implementation="memfine"),
+        tiny_causal_lm("qwen3_moe", num_hidden_layers=2),
+    )
+    loader._configure_experts_implementation()
+    tokens = torch.randint(1, 64, (2, 12))
+    loader.model(input_ids=tokens, labels=tokens).loss.backward()
+    assert memfine_fx.report(loader.model).num_chunked == 2
+
+
 def test_the_schema_is_found_by_its_name() -> None:
     assert "memfine_fx.integrations.axolotl.MemfineArgs" in manager().get_input_args()
     from memfine_fx.integrations.axolotl import MemfineArgs

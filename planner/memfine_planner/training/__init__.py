@@ -1,13 +1,11 @@
 """Plans training on a cluster: how fast a strategy is, whether a bad iteration fits, and what failures leave of it.
 
-    stages, step                   seconds of a stage, of a step (base, then optimised), from planning.costs
-    activations, memory, routing   peaks under a distribution of routing
-    faults                         goodput, checkpoint interval, spare nodes
-    tuner, plan, launch            the search, one strategy from all sides, launch flags
-    fitting, runs, validation      fits the few free numbers, and what they predict of published runs
-    report, figures, html, command text, JSON, pages, `memfine plan training`
-
-Figures need matplotlib.
+stages, step                   seconds of a stage, of a step (base, then optimised), from planning.costs
+activations, memory, routing   peaks under a distribution of routing
+faults                         goodput, checkpoint interval, spare nodes
+tuner, plan, launch            the search, one strategy from all sides, launch flags
+fitting, runs, validation      fits the few free numbers, and what they predict of published runs
+report, figures, html, command text, JSON, pages, `memfine plan training`
 """
 
 from memfine_planner.costs.model_configs import architecture

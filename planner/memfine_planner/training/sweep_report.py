@@ -5,30 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from memfine_fx.report.chart import SERIES, Axis, Box, Chart, Line, Mark, Note, areas, bars, moment
 from memfine_planner.training.sweep import FACTORS, PRODUCTIVE, Point, Study, Sweep
 
-__all__ = ["draw_elasticities", "draw_range", "draw_shares", "draw_speed", "study_json", "study_text"]
+__all__ = ["elasticity_chart", "range_chart", "shares_chart", "speed_chart", "study_json", "study_text"]
 
 _SHOWN_SHARES = 6
 _PRODUCTIVE = "products, attention, head"
-_COLOURS = {
-    _PRODUCTIVE: "#c9dce4",
-    "memory-bound kernels": "#7f8c93",
-    "recomputation": "#e0a030",
-    "waiting for the host": "#9467bd",
-    "pipeline bubble": "#8c564b",
-    "pipeline sends": "#c49c94",
-    "exposed TP communication": "#2ca02c",
-    "exposed CP communication": "#98df8a",
-    "exposed EP communication": "#1f77b4",
-    "FSDP gathers": "#17a2b8",
-    "gradient reduction": "#5f9ea0",
-    "weight gather": "#9edae5",
-    "optimizer": "#bcbd22",
-    "offload": "#dbdb8d",
-    "failures": "#c2553a",
-    "other": "#e4e8eb",
-}
+_LOSSES = (
+    "memory-bound kernels", "recomputation", "waiting for the host", "pipeline bubble", "pipeline sends",
+    "exposed TP communication", "exposed CP communication", "exposed EP communication", "FSDP gathers",
+    "gradient reduction", "weight gather", "optimizer", "offload", "failures", "other",
+)  # fmt: skip
+_COLOURS = dict(zip((_PRODUCTIVE, *_LOSSES), SERIES, strict=True))
 """A loss has one colour in every figure, so that figures can be compared."""
 
 
@@ -102,42 +91,37 @@ def _point(point: Point) -> dict[str, Any]:
     }
 
 
-def draw_range(axes: Any, found: Study) -> None:
-    """Tornado: how far each swept factor moves the useful speed, widest on top."""
-    ordered = sorted(found.sweeps, key=_width)
-    for row, swept in enumerate(ordered):
+def range_chart(found: Study) -> Chart:
+    """Return how far each swept factor moves the useful speed, widest on top."""
+    marks: list[Mark] = [moment(1.0, "the plan", "ink")]
+    ordered = sorted(found.sweeps, key=_width, reverse=True)
+    for place, swept in enumerate(ordered):
         low, high = swept.gain
-        axes.barh(row, high - low, left=low, color="#2a7f9e")
-        for value, align in ((low, "right"), (high, "left")):
-            axes.text(value, row, f" {value:.2f} ", ha=align, va="center", fontsize=8)
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(ordered)), [swept.factor for swept in ordered])
+        marks.append(Box(low, high, -place - 0.36, -place + 0.36))
+        marks += [Note(low, -place, f"{low:.2f}", "end"), Note(high, -place, f"{high:.2f}")]
     low, high = min(s.gain[0] for s in ordered), max(s.gain[1] for s in ordered)
-    room = 0.12 * (high - low) + 0.02
-    axes.set_xlim(low - room, high + room)
-    axes.set_xlabel("useful speed, relative to the plan's")
+    room = 0.2 * (high - low) + 0.02
+    names = [(-place, swept.factor) for place, swept in enumerate(ordered)]
+    x = Axis("useful speed, relative to the plan's", low - room, high + room)
+    return Chart(x, Axis("", 0.6 - len(ordered), 0.6, ticks=names), marks, 16 + 24 * len(ordered))
 
 
-def draw_elasticities(axes: Any, found: Study) -> None:
-    """Bars of the elasticities, largest on top."""
-    shown = found.elasticities[::-1]
-    colors = ["#2a7f9e" if entry.value >= 0 else "#c2553a" for entry in shown]
-    axes.barh(range(len(shown)), [entry.value for entry in shown], color=colors)
-    axes.axvline(0.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(shown)), [entry.factor for entry in shown])
-    axes.set_xlabel("% of useful speed per % more, strategy kept")
+def elasticity_chart(found: Study) -> Chart:
+    """Return bars of the elasticities, largest on top."""
+    values = [entry.value for entry in found.elasticities]
+    rows = [
+        (entry.factor, entry.value, f"{entry.value:+.2f}", "accent" if entry.value >= 0 else "bad")
+        for entry in found.elasticities
+    ]
+    return bars(rows, Axis("% of useful speed per % more, strategy kept", min(0.0, 1.2 * min(values))))
 
 
-def draw_speed(axes: Any, swept: Sweep) -> None:
-    """Useful speed over a factor, with the strategy wherever it changes."""
+def speed_chart(swept: Sweep) -> Chart:
+    """Return useful speed over a factor, with the strategy wherever it changes."""
     points = [point for point in swept.points if point.best]
-    values = [point.value for point in points]
-    axes.plot(values, [point.speed for point in points], marker="o", color="#2a7f9e")
-    _log_axis(axes, swept, values)
-    axes.set_ylabel("useful tokens/s/GPU")
     # Room above the line for the names of the strategies, each from where it begins to win.
-    axes.set_ylim(0, 1.6 * max(point.speed for point in points))
-    axes.margins(x=0.12)
+    most = 1.6 * max(point.speed for point in points)
+    marks: list[Mark] = [Line([(point.value, point.speed) for point in points], has_dots=True)]
     shown = ""
     for point in points:
         assert point.best is not None
@@ -145,32 +129,24 @@ def draw_speed(axes: Any, swept: Sweep) -> None:
         sizes = {"TP": s.tp, "PP": s.pp, "EP": s.ep}
         label = " ".join([*(f"{name}{size}" for name, size in sizes.items() if size > 1), f"ZeRO{s.zero}"])
         if label != shown:
-            axes.axvline(point.value, color="#9db4be", linestyle=":", linewidth=1)
-            place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
-            axes.text(point.value, 0.98, label, fontsize=8, **place)
+            marks += [moment(point.value, colour="line"), Note(point.value, most, label, is_upright=True)]
             shown = label
+    return Chart(_log_axis(swept), Axis("useful tokens/s/GPU", 0, most), marks)
 
 
-def draw_shares(axes: Any, swept: Sweep) -> None:
-    """Where the wall-clock goes over a factor: productive work below, the largest losses above."""
+def shares_chart(swept: Sweep) -> Chart:
+    """Return where the wall-clock goes over a factor: productive work below, the largest losses above."""
     points = [point for point in swept.points if point.best]
-    values = [point.value for point in points]
     tables = [dict(point.shares) for point in points]
     losses = {name for table in tables for name in table} - set(PRODUCTIVE)
     largest = sorted(losses, key=lambda name: -max(table.get(name, 0.0) for table in tables))[:_SHOWN_SHARES]
-    rows = [[sum(table.get(name, 0.0) for name in PRODUCTIVE) for table in tables]]
-    rows += [[table.get(name, 0.0) for table in tables] for name in largest]
-    rows.append([1 - sum(column) for column in zip(*rows, strict=True)])
-    names = [_PRODUCTIVE, *largest, "other"]
-    axes.stackplot(values, rows, labels=names, colors=[_COLOURS[name] for name in names])
-    _log_axis(axes, swept, values)
-    axes.set_ylim(0, 1)
-    axes.set_ylabel("share of the wall-clock")
-    axes.figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    layers = {_PRODUCTIVE: [100 * sum(table.get(name, 0.0) for name in PRODUCTIVE) for table in tables]}
+    layers |= {name: [100 * table.get(name, 0.0) for table in tables] for name in largest}
+    layers["other"] = [100 - sum(column) for column in zip(*layers.values(), strict=True)]
+    marks = areas([point.value for point in points], layers, _COLOURS)
+    return Chart(_log_axis(swept), Axis("% of the wall-clock", 0, 100), marks)
 
 
-def _log_axis(axes: Any, swept: Sweep, values: list[float]) -> None:
-    axes.set_xscale("log")
-    axes.set_xticks(values, [f"{value:,.6g}" for value in values], rotation=45, fontsize=8)
-    axes.minorticks_off()
-    axes.set_xlabel(f"{swept.factor}, {FACTORS[swept.factor]}")
+def _log_axis(swept: Sweep) -> Axis:
+    values = [(point.value, f"{point.value:,.6g}") for point in swept.points if point.best]
+    return Axis(f"{swept.factor}, {FACTORS[swept.factor]}", is_log=True, ticks=values)

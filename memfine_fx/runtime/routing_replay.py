@@ -1,0 +1,510 @@
+"""Routing that one run records and another replays: expert ids by token, layer and choice.
+
+A record takes the ids from the index arrays that each chunked layer runs with. A replay hands ids to the place between
+choosing and using: `memfine::replayed_ids` in a compiled graph (`passes.lower.replay`), a dispatch mode around an eager
+router (`compiler.replay`). What the layer then runs with is compared with what was handed out.
+
+A layer is known by the storage of a parameter, because equal layers share a graph; columns are layers in the order in
+which they run. Code that runs inside of backward recomputes an earlier forward: it is not recorded, and gets that
+forward's ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from memfine_fx.compat.autograd import is_in_backward
+from memfine_fx.compat.tensors import storage_id
+from memfine_fx.errors import ConfigError, RoutingReplayError
+
+__all__ = [
+    "Key",
+    "RoutingRecord",
+    "RoutingReplay",
+    "Scope",
+    "active",
+    "key_of",
+    "note_backward",
+    "note_ids",
+    "note_run",
+    "paused",
+    "replay_of",
+    "replayed_ids",
+]
+
+Key = int | str
+"""Of a layer: the storage of one of its parameters, or the id of its region where no parameter is an input."""
+ActiveT = TypeVar("ActiveT", "RoutingRecord", "RoutingReplay")
+_active: list[RoutingRecord | RoutingReplay] = []
+_num_pauses = 0
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The model whose layers are meant.
+
+    Args:
+        modules: ids of it and its parts.
+        owners: storage of each parameter and buffer -> what stands for the layer that owns it; None where storages
+            change, as sharded ones do: then every layer is meant.
+    """
+
+    modules: frozenset[int]
+    owners: Mapping[Key, Key] | None
+
+    def has(self, key: Key) -> bool:
+        return self.owners is None or isinstance(key, str) or key in self.owners
+
+    def owner(self, key: Key) -> Key:
+        return key if self.owners is None else self.owners.get(key, key)
+
+
+class _Columns:
+    """The layers of a model in the order in which they run."""
+
+    def __init__(self) -> None:
+        self._keys: list[Key] = []
+        self._num_run = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def next(self, key: Key) -> tuple[int, bool]:
+        """Return the column of a layer that runs now, and whether a forward of the model begins with it.
+
+        Raises:
+            RoutingReplayError: another layer ran in this place before.
+        """
+        begins = self._num_run == 0 or key in self._keys[: self._num_run]
+        column = 0 if begins else self._num_run
+        if column == len(self._keys):
+            self._keys.append(key)
+        elif self._keys[column] != key:
+            raise RoutingReplayError(
+                f"layer {column} is not the layer that ran in this place before: a routing belongs to layers that run "
+                "in the same order in every forward"
+            )
+        self._num_run = column + 1
+        return column, begins
+
+    def index(self, key: Key) -> int:
+        return self._keys.index(key)
+
+
+@dataclass
+class RoutingRecord:
+    """Expert ids of the tokens that a model ran on, see `memfine_fx.record_routing`."""
+
+    scope: Scope
+    _columns: _Columns = field(default_factory=_Columns)
+    _layers: list[Tensor] = field(default_factory=list)  # of the forward that runs, [T,K] each
+    _forwards: list[Tensor] = field(default_factory=list)  # [T,L,K] each, on the host
+
+    def note(self, key: Key, ids: Tensor, num_experts: int) -> None:
+        """Add the ids of one layer.
+
+        Args:
+            ids: [T,K]; an id outside [0, E) says that the choice was dropped.
+            num_experts: E.
+        """
+        _, begins = self._columns.next(key)
+        if begins:
+            self._finish()
+        dtype, dropped = (torch.uint8, 255) if num_experts <= 255 else (torch.uint16, 65535)
+        outside = (ids < 0) | (ids >= num_experts)
+        # In bytes on the device until the forward has ended: one copy a forward, not one a layer, waits for it.
+        self._layers.append(ids.masked_fill(outside, dropped).to(dtype))
+
+    def _finish(self) -> None:
+        if self._layers:
+            try:
+                self._forwards.append(torch.stack(self._layers, dim=1).cpu())
+            except RuntimeError as error:
+                shapes = ", ".join(str(list(layer.shape)) for layer in self._layers)
+                raise RoutingReplayError(f"layers ran on different tokens or choices, [T,K]: {shapes}") from error
+            finally:
+                self._layers = []
+
+    def take(self) -> list[Tensor]:
+        """Return the ids of each forward since the last call, [T,L,K] each, and forget them."""
+        self._finish()
+        forwards, self._forwards = self._forwards, []
+        return forwards
+
+    @property
+    def ids(self) -> Tensor:
+        """[T,L,K] uint8 (uint16 from 256 experts on), on the host: of all tokens of all forwards, in their order.
+
+        T counts the tokens as the layers see them, B*S of a batch, padding included. L are the MoE layers in the order
+        in which they run. The largest number of the dtype marks a choice that the router dropped.
+
+        Raises:
+            RoutingReplayError: no layer ran.
+        """
+        self._finish()
+        if not self._forwards:
+            raise RoutingReplayError(
+                "no routing was recorded: none of the model's chunked layers ran; memfine_fx.report(model) says which "
+                "layers are chunked"
+            )
+        return torch.cat(self._forwards)
+
+
+@dataclass
+class _Forward:
+    """One layer's part of a forward that may be recomputed.
+
+    Args:
+        own: what the router chose, [T,K], by which a recomputation is known.
+        ids: handed out, [T,K].
+    """
+
+    own: Tensor
+    ids: Tensor
+
+
+class RoutingReplay:
+    """Expert ids that a model is to use, see `memfine_fx.replay_routing`.
+
+    Args:
+        scope: the model.
+        ids: [T,L,K] integers of all tokens, or those of one forward after the other.
+        mask: which tokens have ids, bool with one entry a token of the model; None where all have.
+        layers: for each MoE layer its place in L; None where they are the same.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        ids: Tensor | Iterable[Tensor],
+        mask: Tensor | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        self.scope = scope
+        self._whole = _checked(ids) if isinstance(ids, Tensor) else None
+        self._parts = iter(()) if isinstance(ids, Tensor) else iter(ids)
+        self._mask = None if mask is None else mask.reshape(-1).bool()
+        self._layers = layers
+        if self._mask is not None and (self._whole is None or int(self._mask.sum()) != len(self._whole)):
+            raise ConfigError(
+                "mask must have as many true entries as ids has tokens, and ids must be one tensor: "
+                f"{int(self._mask.sum())} entries are true"
+            )
+        self._columns = _Columns()
+        self._num_tokens = self._num_used = 0
+        self._rows = torch.empty(0)
+        self._current: dict[Key, Tensor] = {}  # [T,K] int64, of the layer's latest run
+        self._unchecked: set[Key] = set()
+        self._compared: set[Key] = set()
+        self._forwards: dict[Key, list[_Forward]] = {}
+        self._num_backwards: dict[Key, int] = {}
+
+    @property
+    def top_k(self) -> int:
+        """K of the ids."""
+        if self._whole is not None:
+            return self._whole.shape[-1]
+        if not self._num_tokens:
+            part = self._next_part()
+            self._parts = chain([part], self._parts)
+            return part.shape[-1]
+        return self._rows.shape[-1]
+
+    def _next_part(self) -> Tensor:
+        part = next(self._parts, None)
+        if part is None:
+            raise RoutingReplayError("there are no ids for a forward: all parts were used")
+        return _checked(part)
+
+    def chosen(self, key: Key, own: Tensor, num_experts: int, first: int, top_k: int) -> Tensor:
+        """Return the ids of a layer's tokens, as `own` in dtype, device and shape.
+
+        Args:
+            own: [T,K], or [T,1] of one of several choices: what the router chose.
+            num_experts: E.
+            first: place of its first choice among the layer's K.
+            top_k: K.
+
+        Raises:
+            RoutingReplayError: there are no ids for these tokens and this layer.
+        """
+        if first == 0 and is_in_backward():
+            self._current[key] = self._recomputed(key, own)
+        elif first == 0:
+            ids = self._next(key, own.shape[0], top_k)
+            _check_distinct(ids, own, num_experts)
+            ids = ids.to(own.device, torch.int64)
+            self._note_forward(key, own, ids)
+            self._current[key] = ids
+            self._unchecked.add(key)
+        return self.again(key, own, num_experts, first)
+
+    def again(self, key: Key, own: Tensor, num_experts: int, first: int) -> Tensor:
+        """As `chosen`, for another choice of a layer that runs."""
+        ids = self._current[key]
+        is_given = ((ids >= 0) & (ids < num_experts)).all(dim=-1, keepdim=True)
+        return torch.where(is_given, ids[:, first : first + own.shape[-1]], own).to(own.dtype)
+
+    def _next(self, key: Key, num_tokens: int, top_k: int) -> Tensor:
+        column, begins = self._columns.next(key)
+        if begins:
+            self._rows = self._begun(num_tokens)
+        num_layers, *shape = self._rows.transpose(0, 1).shape
+        if column >= num_layers or shape != [num_tokens, top_k]:
+            raise RoutingReplayError(
+                f"MoE layer {column} chooses {top_k} experts for each of {num_tokens} tokens; the ids of this forward "
+                f"are for {num_layers} layers, {shape[1]} experts and {shape[0]} tokens"
+            )
+        return self._rows[:, column]
+
+    def _begun(self, num_tokens: int) -> Tensor:
+        """Return the ids of a forward's tokens, [T,L,K] int32."""
+        if self._num_tokens:
+            self._check_layers()
+        if self._whole is None:
+            rows = self._next_part().to(torch.int32)
+        elif self._mask is None:
+            rows = self._whole[self._num_used : self._num_used + num_tokens].to(torch.int32)
+            self._num_used += len(rows)
+        else:
+            mask = self._mask[self._num_tokens : self._num_tokens + num_tokens].to(self._whole.device)
+            rows = self._whole.new_empty((len(mask), *self._whole.shape[1:]), dtype=torch.int32).fill_(-1)
+            given = self._whole[self._num_used : self._num_used + int(mask.sum())]
+            rows[mask] = given.to(torch.int32)
+            self._num_used += len(given)
+        self._num_tokens += num_tokens
+        return rows if self._layers is None else rows[:, list(self._layers)]
+
+    def _check_layers(self) -> None:
+        num_layers = self._rows.shape[1]
+        if len(self._columns) != num_layers:
+            raise RoutingReplayError(
+                f"the ids are for {num_layers} MoE layers, and {len(self._columns)} of the model are chunked; layers= "
+                "says which of the ids' layers are MoE layers, and memfine_fx.report(model) which layers are chunked"
+            )
+
+    def _note_forward(self, key: Key, own: Tensor, ids: Tensor) -> None:
+        forwards = self._forwards.setdefault(key, [])
+        if self._num_backwards.get(key, 0) >= len(forwards):
+            forwards.clear()
+            self._num_backwards[key] = 0
+        forwards.append(_Forward(own.to(torch.int16), ids))
+
+    def _recomputed(self, key: Key, own: Tensor) -> Tensor:
+        """Return the ids that a forward had which is recomputed now."""
+        forwards = self._forwards.get(key, [])
+        # A recomputed router chooses what it chose, which tells micro-batches in flight apart.
+        if len(forwards) > 1 or own.device.type == "cpu":  # a comparison waits for the device
+            before = own.to(torch.int16)
+            forwards = [forward for forward in forwards if torch.equal(forward.own, before)]
+        if not forwards or not all(torch.equal(forward.ids, forwards[0].ids) for forward in forwards[1:]):
+            raise RoutingReplayError(
+                "which forward is recomputed cannot be told: run backward inside of replay_routing, and enter it once "
+                "for each micro-batch"
+            )
+        return forwards[0].ids
+
+    def check(self, key: Key, ids: Tensor, num_experts: int, name: str) -> None:
+        """Compare what a layer runs with with what was handed out.
+
+        Args:
+            ids: [T,K].
+            name: of the layer, for the message.
+
+        Raises:
+            RoutingReplayError: they differ, or nothing was handed out.
+        """
+        if key not in self._unchecked:
+            raise RoutingReplayError(
+                f"{name} chose its experts itself: its router is not replayed. Optimize the model with "
+                'memfine_fx.optimize(model), run it uncompiled with experts_implementation="memfine", or run a step '
+                'of a model that torch.compile compiles with backend="memfine" before it replays'
+            )
+        self._unchecked.remove(key)
+        if ids.device.type != "cpu" and key in self._compared:
+            return  # a comparison waits for the device
+        self._compared.add(key)
+        handed_out = self._current[key]
+        is_dropped = ((ids < 0) | (ids >= num_experts)).any(dim=-1)
+        is_given = ((handed_out >= 0) & (handed_out < num_experts)).all(dim=-1)
+        differs = ((ids != handed_out).any(dim=-1) & is_given & ~is_dropped).any()
+        if bool(differs):
+            raise RoutingReplayError(f"{name} runs with other experts than those that are replayed")
+
+    def note_backward(self, key: Key) -> None:
+        self._num_backwards[key] = self._num_backwards.get(key, 0) + 1
+
+    def finish(self) -> None:
+        """Check that everything was used.
+
+        Raises:
+            RoutingReplayError: ids are left, or layers.
+        """
+        if not self._num_tokens:
+            raise RoutingReplayError("no routing was replayed: none of the model's chunked layers ran")
+        self._check_layers()
+        num_left = 0 if self._whole is None else len(self._whole) - self._num_used
+        if num_left:
+            raise RoutingReplayError(
+                f"ids of {num_left} tokens were not used: the model ran on {self._num_tokens} tokens"
+            )
+
+
+def _checked(ids: object) -> Tensor:
+    ids = torch.as_tensor(ids)
+    if ids.ndim != 3 or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise ConfigError(
+            f"ids must be integers [tokens, layers, experts of a token], not {ids.dtype} {list(ids.shape)}"
+        )
+    return ids
+
+
+def _check_distinct(ids: Tensor, own: Tensor, num_experts: int) -> None:
+    """Raise ConfigError where a token names one expert twice, as its router does not.
+
+    Layers may add such an expert's result once, or twice.
+    """
+    is_given = ((ids >= 0) & (ids < num_experts)).all(dim=-1)
+    twice = _names_twice(ids) & is_given
+    if bool(twice.any()) and bool((twice := twice & ~_names_twice(own).to(twice.device)).any()):
+        token = int(twice.nonzero()[0])
+        raise ConfigError(
+            f"ids name one expert twice for token {token} of a layer: {ids[token].tolist()}. Tokens without ids, such "
+            "as padding, are marked by mask= or by ids outside of the layer's experts"
+        )
+
+
+def _names_twice(ids: Tensor) -> Tensor:
+    ordered = ids.sort(dim=-1).values
+    return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+
+
+@contextlib.contextmanager
+def active(state: ActiveT) -> Iterator[ActiveT]:
+    """Inside, layers of the model in scope are recorded or replayed, in every thread.
+
+    Raises:
+        ConfigError: the same model is recorded or replayed already.
+    """
+    if any(type(other) is type(state) and other.scope.modules & state.scope.modules for other in _active):
+        raise ConfigError("the routing of this model is recorded or replayed already")
+    _active.append(state)
+    try:
+        yield state
+    finally:
+        _active.remove(state)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, nothing is recorded or replayed: layers run to be compiled and compared."""
+    global _num_pauses
+    _num_pauses += 1
+    try:
+        yield
+    finally:
+        _num_pauses -= 1
+
+
+def replay_of(module: torch.nn.Module) -> RoutingReplay | None:
+    """Return the replay of a model that a module is, or is a part of."""
+    for state in _active:
+        if isinstance(state, RoutingReplay) and id(module) in state.scope.modules:
+            return state
+    return None
+
+
+def key_of(region_id: str, parameter: Tensor | None) -> Key:
+    """Return the key of a layer, given a parameter of it that is no result of the graph."""
+    storage = None if parameter is None else storage_id(parameter)
+    return region_id if storage is None else storage
+
+
+def note_run(key: Key, name: str, order: Tensor, offsets: Tensor, top_k: int) -> None:
+    """Record and check the routing that a layer runs with.
+
+    Args:
+        name: of the layer.
+        order, offsets: see `runtime.routing.sort_assignments`.
+        top_k: K; 0 where experts choose tokens.
+
+    Raises:
+        RoutingReplayError: experts choose tokens, or the layer runs with other ids than those that are replayed.
+    """
+    if not _active or _num_pauses or is_in_backward():
+        return
+    if any(state.scope.has(key) for state in _active):
+        if not top_k:
+            raise RoutingReplayError(f"the routing of {name} cannot be recorded or replayed: experts choose tokens")
+        num_experts = offsets.numel() - 1
+        note_ids(key, name, _ids_of(order, offsets.to(order.device), num_experts).view(-1, top_k), num_experts)
+
+
+def note_ids(key: Key, name: str, ids: Tensor, num_experts: int) -> None:
+    """As `note_run`, given the ids [T,K]."""
+    if _num_pauses or is_in_backward():
+        return
+    for state in _active:
+        if not state.scope.has(key):
+            continue
+        if isinstance(state, RoutingRecord):
+            state.note(state.scope.owner(key), ids, num_experts)
+        else:
+            state.check(state.scope.owner(key), ids, num_experts, name)
+
+
+def note_backward(key: Key) -> None:
+    """Note that backward ran through a layer, so that one of its forwards will not be recomputed any more."""
+    for state in _active if not _num_pauses else ():
+        if isinstance(state, RoutingReplay) and state.scope.has(key):
+            state.note_backward(state.scope.owner(key))
+
+
+def _ids_of(order: Tensor, offsets: Tensor, num_experts: int) -> Tensor:
+    """[N] int64: the expert of each assignment, E where it was dropped."""
+    places = torch.arange(order.numel(), device=order.device, dtype=offsets.dtype)
+    experts = torch.searchsorted(offsets, places, right=True) - 1
+    # Of dropped assignments the kernels' order is undefined: they are written behind the last, and cut off.
+    is_routed = (experts >= 0) & (experts < num_experts)
+    ids = order.new_full((order.numel() + 1,), num_experts, dtype=torch.int64)
+    return ids.scatter_(0, torch.where(is_routed, order.long(), order.numel()), experts)[:-1]
+
+
+@torch.library.custom_op(
+    "memfine::replayed_ids",
+    mutates_args=(),
+    schema="(Tensor own, Tensor? parameter, str region_id, int num_experts, int first, int width, int top_k) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def replayed_ids(
+    own: Tensor, parameter: Tensor | None, region_id: str, num_experts: int, first: int, width: int, top_k: int
+) -> Tensor:
+    """Return the ids that are replayed in the place of a router's own.
+
+    Args:
+        own: ints, `width` choices of each token from choice `first` on, [...,K] or [...].
+        parameter: of the layer, which tells layers apart that share a graph.
+        region_id: key of the live region.
+        num_experts, top_k: E, K.
+    """
+    key = key_of(region_id, parameter)
+    for state in _active:
+        if isinstance(state, RoutingReplay) and state.scope.has(key) and not _num_pauses:
+            return state.chosen(state.scope.owner(key), own.reshape(-1, width), num_experts, first, top_k).reshape(
+                own.shape
+            )
+    if _num_pauses:
+        return own.clone()
+    raise RoutingReplayError("code that was compiled to replay a routing runs outside of replay_routing")
+
+
+@replayed_ids.register_fake
+def _(own: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(own, memory_format=torch.contiguous_format)
