@@ -85,10 +85,10 @@ def coverage_page(
             "## Rewritten source",
             "",
             "Some expert loops reach no graph as written. Methods with such loops are rewritten for the time of a "
-            "compiled call. Each form and the rows that need it; `benchmarks/coverage/forms.py` has the code before "
+            "compiled call. The forms; `benchmarks/coverage/forms.py` has the rows that need each, and the code before "
             "and after. A loop that does more than its form allows stays as written.",
             "",
-            *(f"* {form.name}: {', '.join(form.rows)}." for form in FORMS),
+            *(f"* {form.name}." for form in FORMS),
             "",
             *_packages(packaged),
         ]
