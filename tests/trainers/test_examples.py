@@ -1,4 +1,4 @@
-"""Every example, run as a user runs it; each fails unless its losses are those of the unoptimized run."""
+"""Every example, run as a user runs it; each fails unless it proves what it claims."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ NEEDS = {
     "lora_qwen3_moe": ("transformers", "peft"),
     "qlora_gpt_oss": ("transformers", "peft", "bitsandbytes"),
     "trl_trainers": ("transformers", "trl", "peft", "datasets"),
+    "grpo_routing_replay": ("transformers", "trl", "datasets"),
 }
 
 
