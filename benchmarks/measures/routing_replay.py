@@ -1,6 +1,6 @@
 """What does recording a routing cost a step, and replaying it?
 
-A Qwen3-MoE causal LM with experts_implementation="memfine", fp32, forward and backward. The three ways take turns, warm;
+A Qwen3-MoE causal LM with experts_implementation="memfine", fp32, forward and backward. Three ways take turns, warm;
 ratios are medians over rounds.
 """
 

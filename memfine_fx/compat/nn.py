@@ -24,6 +24,7 @@ __all__ = [
     "own_parameters",
     "plain_call",
     "set_compiled_call",
+    "written_module",
 ]
 
 
@@ -36,6 +37,12 @@ def plain_call(model: torch.nn.Module) -> Callable[..., Any]:
 def set_compiled_call(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
     """Let a module run this in place of its plain call; it is left out of copies and of what is pickled."""
     model._compiled_call_impl = call
+
+
+def written_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module as written, of what `torch.compile` returned or of any other."""
+    written: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return written
 
 
 def compiled_call_of(model: torch.nn.Module) -> Callable[..., Any] | None:

@@ -18,7 +18,7 @@ from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
 from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError, MemfineError
-from memfine_fx.runtime.routing_replay import paused
+from memfine_fx.runtime.routing_hooks import paused
 
 __all__ = ["compile_in_session", "memfine"]
 

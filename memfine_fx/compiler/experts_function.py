@@ -51,7 +51,7 @@ from memfine_fx.passes.tracing import copied_module
 from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.passes.verify.region import errors_of
 from memfine_fx.records import ChunkPlan, Refusal, Where
-from memfine_fx.runtime.routing_replay import note_ids, paused
+from memfine_fx.runtime.routing_hooks import note_ids, paused
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["experts_forward", "experts_in_graph"]

@@ -50,7 +50,7 @@ from memfine_fx.compiler.recompile_limit import RecompileLimit
 from memfine_fx.config import Config
 from memfine_fx.errors import MemfineError
 from memfine_fx.records import short_place
-from memfine_fx.runtime.routing_replay import replay_of
+from memfine_fx.runtime.routing_hooks import replay_of
 
 if TYPE_CHECKING:  # what plans imports sympy, which would be most of the package's import time
     from memfine_fx.compiler.captured_graph import CapturedGraph

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from memfine_fx.capture.ranks import is_fully_sharded
 from memfine_fx.compat.autograd import BACKWARD
-from memfine_fx.compat.nn import compiled_call_of, has_compiled_call, set_compiled_call
+from memfine_fx.compat.nn import compiled_call_of, has_compiled_call, set_compiled_call, written_module
 from memfine_fx.compat.tensors import storage_id
 from memfine_fx.compat.transformers import name_of_experts_function
 from memfine_fx.compiler.optimized import OptimizedCall, Options, optimized_call
 from memfine_fx.compiler.sessions import sessions
 from memfine_fx.errors import ConfigError, MemfineError, RoutingReplayError
 from memfine_fx.passes.verify.forced_choices import ForcedChoices
-from memfine_fx.runtime.routing_replay import Key, RoutingRecord, RoutingReplay, Scope, active, key_of
+from memfine_fx.runtime.routing_hooks import active, key_of
+from memfine_fx.runtime.routing_replay import Key, RoutingRecord, RoutingReplay, Scope
 
 __all__ = ["layer_key", "leave_router", "record_routing", "replay_routing"]
 
@@ -113,7 +114,7 @@ def _compiled_by_name(model: torch.nn.Module) -> Iterator[None]:
     """Inside, parts of a model that torch.compile compiled for backend="memfine" run as `optimize` compiles them."""
     with contextlib.ExitStack() as undo:
         for module in model.modules():
-            written = getattr(module, "_orig_mod", module)
+            written = written_module(module)
             if not has_compiled_call(module) or optimized_call(written) is not None:
                 continue
             open_sessions = [session for session in sessions() if not session.holds_compiled]
@@ -185,7 +186,7 @@ class _Router:
         if width not in (1, top_k) or (width == 1 and self._num_chosen == top_k):
             return None
         first = self._num_chosen if width == 1 else 0
-        choose = self._replay.again if self._num_chosen else functools.partial(self._replay.chosen, top_k=top_k)
+        choose = self._replay.merged if self._num_chosen else functools.partial(self._replay.chosen, top_k=top_k)
         self._num_chosen += 1
         key = self._replay.scope.owner(layer_key(self._experts))
         return choose(key, own.reshape(-1, width), self._num_experts, first).reshape(own.shape)

@@ -24,7 +24,7 @@ from memfine_fx.runtime.compiled_expert import SavingFunctions
 from memfine_fx.runtime.loop import SavedRows, chunks_of, run_backward, run_forward
 from memfine_fx.runtime.ranges import range_of, ranged
 from memfine_fx.runtime.routing import Routed, group_params, sort_assignments
-from memfine_fx.runtime.routing_replay import note_backward, note_run
+from memfine_fx.runtime.routing_hooks import note_backward, note_run
 from memfine_fx.runtime.store import ExpertKernels, LiveRegion, lookup
 
 __all__ = [

@@ -1,49 +1,25 @@
-"""Routing that one run records and another replays: expert ids by token, layer and choice.
+"""Records and replays of routing: expert ids by token, layer and choice.
 
-A record takes the ids from the index arrays that each chunked layer runs with. A replay hands ids to the place between
-choosing and using: `memfine::replayed_ids` in a compiled graph (`passes.lower.replay`), a dispatch mode around an eager
-router (`compiler.replay`). What the layer then runs with is compared with what was handed out.
-
-A layer is known by the storage of a parameter, because equal layers share a graph; columns are layers in the order in
-which they run. Code that runs inside of backward recomputes an earlier forward: it is not recorded, and gets that
-forward's ids.
+Columns are layers in the order in which they run. What runs inside of backward recomputes an earlier forward, and gets
+that forward's ids; `runtime.routing_hooks` calls both where layers run.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from memfine_fx.compat.autograd import is_in_backward
-from memfine_fx.compat.tensors import storage_id
 from memfine_fx.errors import ConfigError, RoutingReplayError
 
-__all__ = [
-    "Key",
-    "RoutingRecord",
-    "RoutingReplay",
-    "Scope",
-    "active",
-    "key_of",
-    "note_backward",
-    "note_ids",
-    "note_run",
-    "paused",
-    "replay_of",
-    "replayed_ids",
-]
+__all__ = ["Key", "RoutingRecord", "RoutingReplay", "Scope"]
 
 Key = int | str
 """Of a layer: the storage of one of its parameters, or the id of its region where no parameter is an input."""
-ActiveT = TypeVar("ActiveT", "RoutingRecord", "RoutingReplay")
-_active: list[RoutingRecord | RoutingReplay] = []
-_num_pauses = 0
 
 
 @dataclass(frozen=True)
@@ -162,8 +138,8 @@ class _Forward:
     """One layer's part of a forward that may be recomputed.
 
     Args:
-        own: what the router chose, [T,K], by which a recomputation is known.
-        ids: handed out, [T,K].
+        own: what the router chose, [T,K] int16, by which a recomputation is known.
+        ids: handed out, [T,K] int16; out of range where the router's own are.
     """
 
     own: Tensor
@@ -244,9 +220,9 @@ class RoutingReplay:
             self._note_forward(key, own, ids)
             self._current[key] = ids
             self._unchecked.add(key)
-        return self.again(key, own, num_experts, first)
+        return self.merged(key, own, num_experts, first)
 
-    def again(self, key: Key, own: Tensor, num_experts: int, first: int) -> Tensor:
+    def merged(self, key: Key, own: Tensor, num_experts: int, first: int) -> Tensor:
         """As `chosen`, for another choice of a layer that runs."""
         ids = self._current[key]
         is_given = ((ids >= 0) & (ids < num_experts)).all(dim=-1, keepdim=True)
@@ -276,9 +252,9 @@ class RoutingReplay:
         else:
             mask = self._mask[self._num_tokens : self._num_tokens + num_tokens].to(self._whole.device)
             rows = self._whole.new_empty((len(mask), *self._whole.shape[1:]), dtype=torch.int32).fill_(-1)
-            given = self._whole[self._num_used : self._num_used + int(mask.sum())]
-            rows[mask] = given.to(torch.int32)
-            self._num_used += len(given)
+            unmasked = self._whole[self._num_used : self._num_used + int(mask.sum())]
+            rows[mask] = unmasked.to(torch.int32)
+            self._num_used += len(unmasked)
         self._num_tokens += num_tokens
         return rows if self._layers is None else rows[:, list(self._layers)]
 
@@ -295,7 +271,7 @@ class RoutingReplay:
         if self._num_backwards.get(key, 0) >= len(forwards):
             forwards.clear()
             self._num_backwards[key] = 0
-        forwards.append(_Forward(own.to(torch.int16), ids))
+        forwards.append(_Forward(own.to(torch.int16), ids.clamp(-1, 2**15 - 1).to(torch.int16)))
 
     def _recomputed(self, key: Key, own: Tensor) -> Tensor:
         """Return the ids that a forward had which is recomputed now."""
@@ -309,7 +285,29 @@ class RoutingReplay:
                 "which forward is recomputed cannot be told: run backward inside of replay_routing, and enter it once "
                 "for each micro-batch"
             )
-        return forwards[0].ids
+        return forwards[0].ids.to(torch.int64)
+
+    @property
+    def awaits_backward(self) -> bool:
+        return any(self._num_backwards.get(key, 0) < len(forwards) for key, forwards in self._forwards.items())
+
+    def note_later_forward(self, key: Key, ids: Tensor) -> None:
+        """Note ids [T,K] of a forward after the end, so that its recomputation is not taken for a replayed one's."""
+        if key in self._forwards:
+            self._forwards[key].append(_Forward(ids.to(torch.int16), ids.to(torch.int16)))
+
+    def check_recomputed(self, key: Key, ids: Tensor) -> None:
+        """Compare ids [T,K] with which a layer is recomputed after the end with those of its forwards.
+
+        Raises:
+            RoutingReplayError: its forward was replayed, and ran with others.
+        """
+        own = ids.to(torch.int16)
+        forwards = [forward for forward in self._forwards.get(key, []) if torch.equal(forward.own, own)]
+        if forwards and not any(torch.equal(forward.ids, own) for forward in forwards):
+            raise RoutingReplayError(
+                "a checkpoint recomputes a layer whose routing was replayed: run backward inside of replay_routing"
+            )
 
     def check(self, key: Key, ids: Tensor, num_experts: int, name: str) -> None:
         """Compare what a layer runs with with what was handed out.
@@ -384,127 +382,3 @@ def _check_distinct(ids: Tensor, own: Tensor, num_experts: int) -> None:
 def _names_twice(ids: Tensor) -> Tensor:
     ordered = ids.sort(dim=-1).values
     return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
-
-
-@contextlib.contextmanager
-def active(state: ActiveT) -> Iterator[ActiveT]:
-    """Inside, layers of the model in scope are recorded or replayed, in every thread.
-
-    Raises:
-        ConfigError: the same model is recorded or replayed already.
-    """
-    if any(type(other) is type(state) and other.scope.modules & state.scope.modules for other in _active):
-        raise ConfigError("the routing of this model is recorded or replayed already")
-    _active.append(state)
-    try:
-        yield state
-    finally:
-        _active.remove(state)
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Inside, nothing is recorded or replayed: layers run to be compiled and compared."""
-    global _num_pauses
-    _num_pauses += 1
-    try:
-        yield
-    finally:
-        _num_pauses -= 1
-
-
-def replay_of(module: torch.nn.Module) -> RoutingReplay | None:
-    """Return the replay of a model that a module is, or is a part of."""
-    for state in _active:
-        if isinstance(state, RoutingReplay) and id(module) in state.scope.modules:
-            return state
-    return None
-
-
-def key_of(region_id: str, parameter: Tensor | None) -> Key:
-    """Return the key of a layer, given a parameter of it that is no result of the graph."""
-    storage = None if parameter is None else storage_id(parameter)
-    return region_id if storage is None else storage
-
-
-def note_run(key: Key, name: str, order: Tensor, offsets: Tensor, top_k: int) -> None:
-    """Record and check the routing that a layer runs with.
-
-    Args:
-        name: of the layer.
-        order, offsets: see `runtime.routing.sort_assignments`.
-        top_k: K; 0 where experts choose tokens.
-
-    Raises:
-        RoutingReplayError: experts choose tokens, or the layer runs with other ids than those that are replayed.
-    """
-    if not _active or _num_pauses or is_in_backward():
-        return
-    if any(state.scope.has(key) for state in _active):
-        if not top_k:
-            raise RoutingReplayError(f"the routing of {name} cannot be recorded or replayed: experts choose tokens")
-        num_experts = offsets.numel() - 1
-        note_ids(key, name, _ids_of(order, offsets.to(order.device), num_experts).view(-1, top_k), num_experts)
-
-
-def note_ids(key: Key, name: str, ids: Tensor, num_experts: int) -> None:
-    """As `note_run`, given the ids [T,K]."""
-    if _num_pauses or is_in_backward():
-        return
-    for state in _active:
-        if not state.scope.has(key):
-            continue
-        if isinstance(state, RoutingRecord):
-            state.note(state.scope.owner(key), ids, num_experts)
-        else:
-            state.check(state.scope.owner(key), ids, num_experts, name)
-
-
-def note_backward(key: Key) -> None:
-    """Note that backward ran through a layer, so that one of its forwards will not be recomputed any more."""
-    for state in _active if not _num_pauses else ():
-        if isinstance(state, RoutingReplay) and state.scope.has(key):
-            state.note_backward(state.scope.owner(key))
-
-
-def _ids_of(order: Tensor, offsets: Tensor, num_experts: int) -> Tensor:
-    """[N] int64: the expert of each assignment, E where it was dropped."""
-    places = torch.arange(order.numel(), device=order.device, dtype=offsets.dtype)
-    experts = torch.searchsorted(offsets, places, right=True) - 1
-    # Of dropped assignments the kernels' order is undefined: they are written behind the last, and cut off.
-    is_routed = (experts >= 0) & (experts < num_experts)
-    ids = order.new_full((order.numel() + 1,), num_experts, dtype=torch.int64)
-    return ids.scatter_(0, torch.where(is_routed, order.long(), order.numel()), experts)[:-1]
-
-
-@torch.library.custom_op(
-    "memfine::replayed_ids",
-    mutates_args=(),
-    schema="(Tensor own, Tensor? parameter, str region_id, int num_experts, int first, int width, int top_k) -> Tensor",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-def replayed_ids(
-    own: Tensor, parameter: Tensor | None, region_id: str, num_experts: int, first: int, width: int, top_k: int
-) -> Tensor:
-    """Return the ids that are replayed in the place of a router's own.
-
-    Args:
-        own: ints, `width` choices of each token from choice `first` on, [...,K] or [...].
-        parameter: of the layer, which tells layers apart that share a graph.
-        region_id: key of the live region.
-        num_experts, top_k: E, K.
-    """
-    key = key_of(region_id, parameter)
-    for state in _active:
-        if isinstance(state, RoutingReplay) and state.scope.has(key) and not _num_pauses:
-            return state.chosen(state.scope.owner(key), own.reshape(-1, width), num_experts, first, top_k).reshape(
-                own.shape
-            )
-    if _num_pauses:
-        return own.clone()
-    raise RoutingReplayError("code that was compiled to replay a routing runs outside of replay_routing")
-
-
-@replayed_ids.register_fake
-def _(own: Tensor, *others: object) -> Tensor:
-    return torch.empty_like(own, memory_format=torch.contiguous_format)

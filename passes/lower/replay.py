@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-import memfine_fx.runtime.routing_replay  # noqa: F401  # registers the op
+import memfine_fx.runtime.routing_hooks  # noqa: F401  # registers the op
 from memfine_fx.errors import RoutingReplayError
 from memfine_fx.passes.dataflow import is_float_tensor, is_int_tensor, node_value, tensor_of
 from memfine_fx.passes.lower.region import Call, recording
@@ -53,7 +53,7 @@ def replay_choices(region: MoERegion, choices: Sequence[fx.Node], region_id: str
 
     Args:
         choices: from `choices_of`.
-        parameter: see `runtime.routing_replay.key_of`.
+        parameter: see `runtime.routing_hooks.key_of`.
     """
     num_experts, top_k = region.dims.num_experts, region.dims.top_k
     for first, choice in enumerate(choices):
@@ -106,8 +106,8 @@ def _choices_of_mask(mask: fx.Node, num_experts: int) -> list[fx.Node]:
     if name == "one_hot":
         return _choices(mask.all_input_nodes[0], num_experts)
     if name in GLUE | CASTS | {"mul", "bitwise_and", "logical_and"}:
-        found = (_choices_of_mask(source, num_experts) for source in mask.all_input_nodes)
-        return next((choices for choices in found if choices), [])
+        factors = (_choices_of_mask(source, num_experts) for source in mask.all_input_nodes)
+        return next((choices for choices in factors if choices), [])
     return []
 
 
@@ -116,13 +116,13 @@ def _other_chooser(weights: Sequence[fx.Node], replaced: Sequence[fx.Node]) -> f
 
     Looked for from the weights back to the router's matmul, through floating-point operands.
     """
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     pending = list(weights)
     while pending:
         node = pending.pop()
-        if node in seen or name_of(node) in MATMULS:
+        if node in visited or name_of(node) in MATMULS:
             continue
-        seen.add(node)
+        visited.add(node)
         if name_of(node) in CHOOSERS | SORTS | {"amax", "kthvalue"} and node not in replaced:
             return node
         floats = [source for source in node.all_input_nodes if is_float_tensor(source)]

@@ -68,7 +68,7 @@ _FILES = (
     memfine_fx.runtime.loop.__file__,
     memfine_fx.kernels.experts.__file__,
     memfine_fx.runtime.op.__file__,
-    memfine_fx.runtime.routing_replay.__file__,
+    memfine_fx.runtime.routing_hooks.__file__,
 )
 """What decides a partition, its record, and the layouts of our operators' results: cached graphs are those of these."""
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "memfine")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from memfine_fx.models.capacity import CapacityConfig, CapacityMoE
 from memfine_fx.models.hashed import HashedConfig, HashedMoE
 from memfine_fx.models.zero_experts import ZeroExpertsConfig, ZeroExpertsMoE
 from memfine_fx.passes.verify.forced_choices import ForcedChoices, by_routing
-from memfine_fx.runtime import routing_replay
+from memfine_fx.runtime import routing_hooks, routing_replay
 from memfine_fx.runtime.routing import sort_assignments
 
 _E, _K, _LAYERS, _VOCABULARY = 8, 2, 3, 96
@@ -275,7 +274,8 @@ def test_what_is_not_replayed_says_so() -> None:
         pass
 
 
-def test_backward_outside_runs_as_it_was_compiled_and_a_checkpoint_there_is_refused() -> None:
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_backward_outside_runs_as_it_was_compiled_and_a_checkpoint_there_is_refused(is_reentrant: bool) -> None:
     model = optimized()
     with memfine_fx.replay_routing(model, other_ids()):
         loss = model(input_ids=tokens(), labels=tokens()).loss
@@ -283,13 +283,14 @@ def test_backward_outside_runs_as_it_was_compiled_and_a_checkpoint_there_is_refu
     results = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     assert_close({"loss": loss.detach(), **results}, eager(other_ids()))
     model = with_function()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     model.train()
     with memfine_fx.replay_routing(model, other_ids()):
         loss = model(input_ids=tokens(), labels=tokens()).loss
-    with contextlib.suppress(torch.utils.checkpoint.CheckpointError):
-        # The router chooses itself then: its tensors have other contents, or checkpoint sees other shapes.
+    with pytest.raises(RoutingReplayError, match="run backward inside"):
         loss.backward()
+    # What runs plainly on the same tokens, with a checkpoint too, is not taken for it.
+    assert_close(step(model), step(qwen("eager")))
 
 
 def test_another_model_inside_keeps_its_own_routing() -> None:
@@ -367,7 +368,7 @@ def test_dropped_and_undefined_places_have_no_expert() -> None:
     index = torch.tensor([[0, 5], [3, -1], [2, 2]])
     order, offsets = sort_assignments(index, 4)
     order[int(offsets[-1]) :] = 2**30  # as kernels leave it
-    ids = routing_replay._ids_of(order, offsets, 4).view(3, 2)
+    ids = routing_hooks._ids_of(order, offsets, 4).view(3, 2)
     assert ids.tolist() == [[0, 4], [3, 4], [2, 2]]
 
 
