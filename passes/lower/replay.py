@@ -17,9 +17,9 @@ from torch import fx
 
 import memfine_fx.runtime.routing_hooks  # noqa: F401  # registers the op
 from memfine_fx.errors import RoutingReplayError
-from memfine_fx.passes.dataflow import is_float_tensor, is_int_tensor, node_value, tensor_of
+from memfine_fx.passes.dataflow import is_int_tensor, tensor_of
 from memfine_fx.passes.lower.region import Call, recording
-from memfine_fx.passes.ops import CASTS, CHOOSERS, MATMULS, SORTS, name_of
+from memfine_fx.passes.ops import CASTS, CHOOSERS, LAYOUTS, LIKE_FACTORIES, MATMULS, SORTS, name_of
 from memfine_fx.passes.read.seeds import GLUE, is_along_last, is_chosen, is_looked_up
 from memfine_fx.records import MoERegion
 
@@ -35,7 +35,7 @@ def choices_of(region: MoERegion) -> list[fx.Node]:
     top_k = region.dims.top_k
     choices = [] if region.expert_index is None else _choices(region.expert_index, region.dims.num_experts)
     widths = [_num_choices(choice, top_k) for choice in choices]
-    other = _other_chooser(_weights_of(region), [_chooser(choice) for choice in choices])
+    other = _other_chooser(_weights_of(region), [_chooser(choice) for choice in choices], region.dims.num_experts)
     why = ""
     if region.expert_index is None:
         why = "experts choose tokens"
@@ -111,22 +111,26 @@ def _choices_of_mask(mask: fx.Node, num_experts: int) -> list[fx.Node]:
     return []
 
 
-def _other_chooser(weights: Sequence[fx.Node], replaced: Sequence[fx.Node]) -> fx.Node | None:
+def _other_chooser(weights: Sequence[fx.Node], replaced: Sequence[fx.Node], num_experts: int) -> fx.Node | None:
     """Return a call, other than the replaced ones, whose largest scores routing weights are made of; None without one.
 
-    Looked for from the weights back to the router's matmul, through floating-point operands.
+    Looked for from the weights back to the router's matmul, through values and masks. Choices among groups of experts
+    may mask scores.
     """
     visited: set[fx.Node] = set()
     pending = list(weights)
     while pending:
         node = pending.pop()
-        if node in visited or name_of(node) in MATMULS:
+        name = name_of(node)
+        if node in visited or name in MATMULS | LIKE_FACTORIES:
             continue
         visited.add(node)
-        if name_of(node) in CHOOSERS | SORTS | {"amax", "kthvalue"} and node not in replaced:
-            return node
-        floats = [source for source in node.all_input_nodes if is_float_tensor(source)]
-        pending += floats + [source for source in node.all_input_nodes if isinstance(node_value(source), (tuple, list))]
+        if name in CHOOSERS | SORTS | {"amax", "kthvalue"} and node not in replaced:
+            if tensor_of(node.all_input_nodes[0]).shape[-1] >= num_experts:
+                return node
+            continue
+        sources = node.all_input_nodes[:1] if name in CASTS | LAYOUTS else node.all_input_nodes
+        pending += [source for source in sources if not is_int_tensor(source)]
     return None
 
 
