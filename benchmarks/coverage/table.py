@@ -130,12 +130,16 @@ def _replays(rows: Sequence[CoverageRow]) -> list[str]:
 
 
 def _left(rows: Iterable[CoverageRow]) -> list[str]:
-    whys = [
-        (row.name, row.failure or "; ".join(row.reasons) or f"{_share(row)}, error {_error(row)}")
-        for row in rows
-        if not row.is_whole
-    ]
+    whys = [(row.name, _brief_reason(row)) for row in rows if not row.is_whole]
     return [f"* {name}: {why}" for name, why in whys]
+
+
+def _brief_reason(row: CoverageRow) -> str:
+    if row.failure:
+        return row.failure.rpartition("cannot be replayed: ")[2].removeprefix("RoutingReplayError: ")
+    if row.num_raised < row.num_layers:
+        return f"{row.num_raised} of {row.num_layers} layers are chunked"
+    return "; ".join(row.reasons) or _error(row)
 
 
 def _multimodal(rows: Sequence[MultimodalRow]) -> list[str]:
