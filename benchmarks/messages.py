@@ -19,7 +19,7 @@ HOLE = "…"
 
 _ERRORS = frozenset(
     "ConfigError MemfineError MissingCompiler MissingPackage DoubleBackwardError LeftoverShapes BudgetInfeasible "
-    "ChunkOutOfMemory ExchangeFailed RanksDisagree "
+    "ChunkOutOfMemory ExchangeFailed RanksDisagree RoutingReplayError "
     "ValueError TypeError RuntimeError ImportError NotImplementedError".split()
 )
 _KINDS = {

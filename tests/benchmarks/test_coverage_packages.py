@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 
 from benchmarks.coverage.__main__ import stored_package_rows
@@ -48,7 +50,7 @@ def test_a_package_that_is_not_installed_is_said_to_be_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(type(entry), "installed", None)
     row = check_package(entry)
     assert row.failure == NOT_INSTALLED and row.version == entry.version
-    assert f"| {NOT_INSTALLED} |" in coverage_page([], [row], [], [], "")
+    assert f"| {NOT_INSTALLED} |" in coverage_page([], [row], [], [], "", defaultdict(list))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -36,7 +36,7 @@ from memfine_fx.memory.products import gradient_blocks
 from memfine_fx.memory.sizes import ROWS
 from tests.damage import damaged_json
 from tests.memory.scratch_cases import PRODUCTS as PRODUCT_KERNELS
-from tests.memory.scratch_cases import most_of_products, product_bytes, rows
+from tests.memory.scratch_cases import most_of_products, product_bytes, rows, takes_more_in_tiles
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -212,7 +212,8 @@ def test_formulas_hold_under_other_instruction_sets(isa: dict[str, str], dtypes:
 def test_formulas_hold_at_the_shapes_that_are_measured(dtype: torch.dtype) -> None:
     for _, kernel, shape, measured, known in rows(dtype):
         most = most_of_products() if kernel in PRODUCT_KERNELS else 1.0
-        assert measured <= most * known, f"{kernel} at {shape}"
+        more = 300_000 if kernel in PRODUCT_KERNELS and takes_more_in_tiles() else 0
+        assert measured <= most * known + more, f"{kernel} at {shape}"
 
 
 @pytest.fixture(params=[1, 2])

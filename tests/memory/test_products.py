@@ -21,7 +21,7 @@ from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.products import blocks_of, gradient_blocks, product_of, undivided
 from memfine_fx.memory.sizes import ROWS
 from memfine_fx.runtime.gradients import ParamGradient
-from tests.memory.scratch_cases import most_of_products
+from tests.memory.scratch_cases import most_of_products, takes_more_in_tiles
 
 NATIVE = CpuFeatures("native", False, False, False)
 IS_TRIED = cpu_features() == NATIVE and most_of_products() == 1.0
@@ -69,7 +69,8 @@ def scratch(left: torch.Tensor, right: torch.Tensor) -> int:
 
 def test_products_take_no_more_than_is_counted(threads: int) -> None:
     seen = [(taken(*factors), scratch(*factors), factors[0].stride()) for factors in drawn_products(40)]
-    assert all(measured <= MOST * known for measured, known, _ in seen), seen
+    more = 300_000 * threads if takes_more_in_tiles() else 0
+    assert all(measured <= MOST * known + more for measured, known, _ in seen), seen
     if IS_TRIED and threads < 16:  # of so many some have nothing to do here
         assert sum(known for _, known, _ in seen) <= 1.35 * sum(measured for measured, _, _ in seen)
 
