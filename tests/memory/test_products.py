@@ -69,8 +69,10 @@ def scratch(left: torch.Tensor, right: torch.Tensor) -> int:
 
 def test_products_take_no_more_than_is_counted(threads: int) -> None:
     seen = [(taken(*factors), scratch(*factors), factors[0].stride()) for factors in drawn_products(40)]
-    more = 300_000 * threads if takes_more_in_tiles() else 0
-    assert all(measured <= MOST * known + more for measured, known, _ in seen), seen
+    if takes_more_in_tiles():  # of small products up to 5 times, of all together not
+        assert sum(measured for measured, _, _ in seen) <= sum(known for _, known, _ in seen)
+    else:
+        assert all(measured <= MOST * known for measured, known, _ in seen), seen
     if IS_TRIED and threads < 16:  # of so many some have nothing to do here
         assert sum(known for _, known, _ in seen) <= 1.35 * sum(measured for measured, _, _ in seen)
 
