@@ -36,7 +36,7 @@ from memfine_fx.compat.transformers import name_of_experts_function
 from memfine_fx.demo.tiny import TinyModel, names_experts, tiny_model
 from memfine_fx.errors import ConfigError
 from memfine_fx.memory.measure import trace_memory
-from memfine_fx.passes.verify.forced_choices import ForcedChoices, by_routing
+from memfine_fx.passes.verify.forced_choices import ROUTINGS, ForcedChoices, by_routing
 from memfine_fx.runtime import op
 
 __all__ = [
@@ -131,8 +131,8 @@ def check_replay(family: Family) -> CoverageRow:
 def _in_turn(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """The routing "in turn" for as many tokens, layers and choices as recorded ids [T,L,K] have."""
     num_tokens, num_layers, top_k = ids.shape
-    experts = torch.arange(num_tokens)[:, None, None] + torch.arange(top_k)
-    return (experts % num_experts).expand(-1, num_layers, -1)
+    experts = ROUTINGS["in turn"](torch.arange(num_tokens)[:, None], torch.arange(top_k)[None], num_experts)
+    return experts[:, None].expand(-1, num_layers, -1)
 
 
 def _first_that_runs(family: Family) -> TinyModel | str:

@@ -51,7 +51,7 @@ from memfine_fx.passes.tracing import copied_module
 from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.passes.verify.region import errors_of
 from memfine_fx.records import ChunkPlan, Refusal, Where
-from memfine_fx.runtime.routing_hooks import note_ids, paused
+from memfine_fx.runtime.routing_hooks import note_ids, noted, paused
 from memfine_fx.runtime.store import LiveRegion
 
 __all__ = ["experts_forward", "experts_in_graph"]
@@ -105,7 +105,7 @@ def experts_forward(experts: torch.nn.Module, hidden: Tensor, index: Tensor, wei
     note_ids(layer_key(experts), type(experts).__name__, index, int(experts.num_experts))  # type: ignore[arg-type]
     if traced is None:
         return experts_function(experts, "grouped_mm")(experts, hidden, index, weight)
-    with paused():  # its ids are noted
+    with noted():
         return traced.run(*tensors.values(), hidden, index, weight)
 
 

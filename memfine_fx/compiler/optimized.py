@@ -132,13 +132,14 @@ class OptimizedCall:
         """The parts, with what is to stand in the places of their forwards."""
         return [(part, wrap_forward(part, self, place)) for place, part in enumerate(self.parts)]
 
-    def prepare(self, *, replays_routing: bool = False) -> Callable[..., Any]:
-        """Open the session of steps that replay a routing, or of the others; once. Return its compiled call."""
-        with _lock:
-            if replays_routing not in self._compiled:
-                self._compiled[replays_routing] = self._prepared(replays_routing)
-            self.session, call = self._compiled[replays_routing]
-            return call
+    def prepare(self, *, replays_routing: bool = False) -> tuple[Session, Callable[..., Any]]:
+        """Open the session of steps that replay a routing, or of the others; once. Return it with its compiled call."""
+        if replays_routing not in self._compiled:
+            with _lock:
+                if replays_routing not in self._compiled:
+                    self._compiled[replays_routing] = self._prepared(replays_routing)
+        self.session, _ = self._compiled[replays_routing]
+        return self._compiled[replays_routing]
 
     def _prepared(self, replays_routing: bool) -> tuple[Session, Callable[..., Any]]:
         from memfine_fx.compiler.sessions import open_session
@@ -171,9 +172,7 @@ class OptimizedCall:
         return run
 
     def _run(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        compiled = self.prepare(replays_routing=replay_of(self.model) is not None)
-        session = self.session
-        assert session is not None
+        session, compiled = self.prepare(replays_routing=replay_of(self.model) is not None)
         with session.diagnostics.noting_breaks(), self._said_to_compile(session):
             result = compiled(place, *args, **kwargs)
         self.has_run = True

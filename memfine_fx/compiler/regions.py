@@ -121,10 +121,8 @@ def _lower(body: fx.GraphModule, outcomes: Sequence[LoweredRegion | Refusal], se
                 routes_on_device=live.kernels is not None,
             )  # fmt: skip
         for outcome, of_region in zip(lowered, choices, strict=False):
-            region, group = outcome.region, outcome.live.key_group
-            params = group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
-            parameter = None if group is None else _input_of(params[group][0])
-            replay_choices(region, of_region, outcome.live.region_id, parameter)
+            parameter = None if outcome.live.exchange is not None else _key_parameter(outcome.region)[1]
+            replay_choices(outcome.region, of_region, outcome.live.region_id, parameter)
         if any(outcome.live.exchange is not None for outcome in lowered):
             drop_unread_tables(body)
         body.graph.lint()
@@ -246,7 +244,7 @@ def _plan(
         runs_in=_runs_in(why_compiled, output.device),
         name=region.where.module or str(region.where),
         context=session.steps.context_key,
-        key_group=None if exchange is not None else _input_group(region),
+        key_group=None if exchange is not None else _key_parameter(region)[0],
         takes_slots=region.slot_dim is not None,
         leaves_idle=config.idle_gradients == "none",
     )
@@ -257,17 +255,19 @@ def _plan(
     return region, live
 
 
-def _input_group(region: MoERegion) -> int | None:
-    """Return the place of a parameter of the expert function that is an input of the graph or a view of one."""
-    groups = group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
-    return next((place for place, (node, *_) in enumerate(groups) if _input_of(node) is not None), None)
+def _key_parameter(region: MoERegion) -> tuple[int | None, fx.Node | None]:
+    """Return a parameter of the expert function that is an input of the graph, or a view of one: its place, the input.
 
-
-def _input_of(node: fx.Node) -> fx.Node | None:
-    """Return the input of a graph in whose memory a node is; None where it is in other memory."""
-    while name_of(node) in LAYOUTS - {"clone", "contiguous"} and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node if node.op in ("placeholder", "get_attr") else None
+    See `LiveRegion.key_group`.
+    """
+    for place, (node, *_) in enumerate(
+        group_params(region.params, region.expert_fn.param_kinds, region.dims.num_experts)
+    ):
+        while name_of(node) in LAYOUTS - {"clone", "contiguous"} and isinstance(node.args[0], fx.Node):
+            node = node.args[0]  # in the memory of the input
+        if node.op in ("placeholder", "get_attr"):
+            return place, node
+    return None, None
 
 
 def _runs_in(why_compiled: str, device: torch.device) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -24,8 +23,8 @@ from memfine_fx.compiler.optimized import OptimizedCall, Options, optimized_call
 from memfine_fx.compiler.sessions import sessions
 from memfine_fx.errors import ConfigError, MemfineError, RoutingReplayError
 from memfine_fx.passes.verify.forced_choices import ForcedChoices
-from memfine_fx.runtime.routing_hooks import active, key_of
-from memfine_fx.runtime.routing_replay import Key, RoutingRecord, RoutingReplay, Scope
+from memfine_fx.runtime.routing_hooks import active
+from memfine_fx.runtime.routing_replay import Key, RoutingRecord, RoutingReplay, Scope, key_of
 
 __all__ = ["layer_key", "leave_router", "record_routing", "replay_routing"]
 
@@ -105,8 +104,8 @@ def _scope(model: torch.nn.Module) -> Scope:
 
 # Models that were compiled with backend="memfine".
 
-_calls: weakref.WeakKeyDictionary[torch.nn.Module, OptimizedCall] = weakref.WeakKeyDictionary()
-"""Compiled once more, to replay."""
+_REPLAYING = "memfine_replaying"
+"""Attribute of what torch compiled: the call that replays. There it lives as long as the model, and is not copied."""
 
 
 @contextlib.contextmanager
@@ -121,13 +120,16 @@ def _compiled_by_name(model: torch.nn.Module) -> Iterator[None]:
             by_name = [session for session in open_sessions if session.restricted_to(written.parameters())]
             if not by_name:
                 continue
-            call = _calls.setdefault(written, OptimizedCall(written, Options(by_name[-1].config)))
-            if written is module:
-                undo.callback(set_compiled_call, module, compiled_call_of(module))
-                set_compiled_call(module, call)
-            else:
-                undo.callback(vars(module).__setitem__, "forward", vars(module)["forward"])
-                vars(module)["forward"] = call
+            compiled = compiled_call_of(module) if written is module else vars(module)["forward"]
+            if not hasattr(compiled, _REPLAYING):
+                setattr(compiled, _REPLAYING, OptimizedCall(written, Options(by_name[-1].config)))
+            install = (
+                functools.partial(set_compiled_call, module)
+                if written is module
+                else functools.partial(vars(module).__setitem__, "forward")
+            )
+            undo.callback(install, compiled)
+            install(getattr(compiled, _REPLAYING))
         yield
 
 
@@ -169,7 +171,8 @@ class _Router:
         Raises:
             RoutingReplayError: they are others, so that replaying them would give other choices.
         """
-        choices = [ids.reshape(len(index), -1) for ids in self._chosen_here if ids.numel() % len(index) == 0]
+        choices = [ids.reshape(-1, ids.shape[-1]) for ids in self._chosen_here]
+        choices = [ids for ids in choices if len(ids) == len(index)]
         if choices:
             whole = [*choices, torch.cat([ids for ids in choices if ids.shape[1] == 1] or choices, dim=1)]
             is_dropped = (index < 0) | (index >= self._num_experts)

@@ -80,7 +80,7 @@ def route_shared(
     region = lookup(region_id)
     assert region.exchange is not None, f"{region_id} has its experts here"
     order, offsets = sort_assignments(expert_index, num_experts)
-    note_run(region_id, region.name, order, offsets, region.top_k)
+    note_run(region, (), order, offsets)
     return order, region.exchange.share_counts(region, order, offsets, expert_index.shape[0])
 
 
@@ -138,8 +138,7 @@ def _forward(routed: Routed, region_id: str, saved: SavedRows | None) -> torch.T
     if region.exchange is not None:
         with span(f"forward {region_id}"), range_of(name):
             return region.exchange.forward(region, routed, saved)
-    top_k = 0 if region.takes_slots else region.top_k
-    note_run(region.key(routed.params), region.name, routed.order, routed.offsets, top_k)
+    note_run(region, routed.params, routed.order, routed.offsets)
     plan = region.plan_for(num_tokens)
     kernels = region.kernels_for(routed, saved)
     if kernels is not None:
@@ -215,7 +214,7 @@ def _backward(
     region = lookup(region_id)
     wanted_params = _grouped(wanted[2:], region)
     name = f"{region.name or region_id} backward"
-    note_backward(region_id if region.exchange is not None else region.key(routed.params))
+    note_backward(region, routed.params)
     if region.exchange is not None:
         with span(f"backward {region_id}"), range_of(name):
             return region.exchange.backward(region, grad, routed, (wanted[0], wanted[1]), wanted_params, saved)

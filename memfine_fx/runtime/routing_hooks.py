@@ -9,19 +9,22 @@ storage of a parameter, because equal layers share a graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from memfine_fx.compat.autograd import is_in_backward
-from memfine_fx.compat.tensors import storage_id
 from memfine_fx.errors import ConfigError, RoutingReplayError
-from memfine_fx.runtime.routing_replay import Key, RoutingRecord, RoutingReplay
+from memfine_fx.runtime.routing_replay import Key, RoutingRecord, RoutingReplay, key_of
+
+if TYPE_CHECKING:
+    from memfine_fx.runtime.store import LiveRegion
 
 __all__ = [
-    "active", "key_of", "note_backward", "note_ids", "note_run", "paused", "replay_of", "replayed_ids",
+    "active", "note_backward", "note_ids", "note_run", "noted", "paused", "replay_of", "replayed_ids",
 ]  # fmt: skip
 
 ActiveT = TypeVar("ActiveT", RoutingRecord, RoutingReplay)
@@ -30,6 +33,7 @@ _ended: list[RoutingReplay] = []
 """Replays whose forwards have had no backward: a checkpoint may recompute a layer when nothing is forced any more."""
 _MOST_ENDED = 16
 _num_pauses = 0
+_is_noted: ContextVar[bool] = ContextVar("is_noted", default=False)
 
 
 @contextlib.contextmanager
@@ -52,13 +56,23 @@ def active(state: ActiveT) -> Iterator[ActiveT]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Inside, nothing is recorded or replayed: layers run to be compiled and compared."""
+    """Inside, nothing is recorded or replayed, in any thread: layers run to be compiled and compared."""
     global _num_pauses
     _num_pauses += 1
     try:
         yield
     finally:
         _num_pauses -= 1
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Inside, layers of this thread are not noted by what they run with: their ids are noted already."""
+    token = _is_noted.set(True)
+    try:
+        yield
+    finally:
+        _is_noted.reset(token)
 
 
 def replay_of(module: torch.nn.Module) -> RoutingReplay | None:
@@ -75,40 +89,36 @@ def replay_by_key(key: Key) -> RoutingReplay | None:
     return next(replays, None)
 
 
-def key_of(region_id: str, parameter: Tensor | None) -> Key:
-    """Return the key of a layer, given a parameter of it that is no result of the graph."""
-    storage = None if parameter is None else storage_id(parameter)
-    return region_id if storage is None else storage
-
-
-def note_run(key: Key, name: str, order: Tensor, offsets: Tensor, top_k: int) -> None:
+def note_run(region: LiveRegion, params: Sequence[Sequence[Tensor]], order: Tensor, offsets: Tensor) -> None:
     """Record and check the routing that a layer runs with.
 
     Args:
-        name: of the layer.
+        params: see `LiveRegion.key`.
         order, offsets: see `runtime.routing.sort_assignments`.
-        top_k: K; 0 where experts choose tokens.
 
     Raises:
         RoutingReplayError: experts choose tokens, or the layer runs with other ids than those that are replayed.
     """
-    if not _active or _num_pauses or is_in_backward():
+    if not _active or _num_pauses or _is_noted.get() or is_in_backward():
         return
+    key = region.key(params)
     if any(state.scope.has(key) for state in _active):
-        if not top_k:
-            raise RoutingReplayError(f"the routing of {name} cannot be recorded or replayed: experts choose tokens")
-        num_experts = offsets.numel() - 1
-        note_ids(key, name, _ids_of(order, offsets.to(order.device), num_experts).view(-1, top_k), num_experts)
+        if region.takes_slots:
+            raise RoutingReplayError(
+                f"the routing of {region.name} cannot be recorded or replayed: experts choose tokens"
+            )
+        ids = _ids_of(order, offsets.to(order.device), region.num_experts).view(-1, region.top_k)
+        note_ids(key, region.name, ids, region.num_experts)
 
 
 def note_ids(key: Key, name: str, ids: Tensor, num_experts: int) -> None:
-    """As `note_run`, given the ids [T,K]."""
+    """As `note_run`, given the ids [T,K] of a layer by its name."""
     if _num_pauses:
         return
     if is_in_backward():
         if replay_by_key(key) is None:
             for ended in _ended:
-                ended.check_recomputed(ended.scope.owner(key), ids)
+                ended.check_recomputed(ended.scope.owner(key), ids, num_experts)
         return
     if replay_by_key(key) is None:
         for ended in _ended:
@@ -122,13 +132,15 @@ def note_ids(key: Key, name: str, ids: Tensor, num_experts: int) -> None:
             state.check(state.scope.owner(key), ids, num_experts, name)
 
 
-def note_backward(key: Key) -> None:
+def note_backward(region: LiveRegion, params: Sequence[Sequence[Tensor]]) -> None:
     """Note that backward ran through a layer, so that one of its forwards will not be recomputed any more."""
-    for state in (*_active, *_ended) if not _num_pauses else ():
+    if _num_pauses or not (_active or _ended):
+        return
+    key = region.key(params)
+    for state in (*_active, *_ended):
         if isinstance(state, RoutingReplay) and state.scope.has(key):
             state.note_backward(state.scope.owner(key))
-    if _ended:
-        _ended[:] = [ended for ended in _ended if ended.awaits_backward]
+    _ended[:] = [ended for ended in _ended if ended.awaits_backward]
 
 
 def _ids_of(order: Tensor, offsets: Tensor, num_experts: int) -> Tensor:

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from memfine_fx.compat.autograd import is_in_backward
+from memfine_fx.compat.tensors import storage_id
 from memfine_fx.errors import ConfigError, RoutingReplayError
 
-__all__ = ["Key", "RoutingRecord", "RoutingReplay", "Scope"]
+__all__ = ["Key", "RoutingRecord", "RoutingReplay", "Scope", "key_of"]
 
+_MOST_IN_FLIGHT = 64
+"""Forwards of a layer that may still be recomputed: of older ones nothing is held, and a recomputation is refused."""
+_SAMPLED_TOKENS = 256
 Key = int | str
 """Of a layer: the storage of one of its parameters, or the id of its region where no parameter is an input."""
 
@@ -69,9 +73,6 @@ class _Columns:
             )
         self._num_run = column + 1
         return column, begins
-
-    def index(self, key: Key) -> int:
-        return self._keys.index(key)
 
 
 @dataclass
@@ -138,12 +139,12 @@ class _Forward:
     """One layer's part of a forward that may be recomputed.
 
     Args:
-        own: what the router chose, [T,K] int16, by which a recomputation is known.
-        ids: handed out, [T,K] int16; out of range where the router's own are.
+        own: what the router chose for some of the tokens, by which a recomputation is known.
+        ids: handed out, [T,K], a view of the given ones; None where the router's own were used.
     """
 
     own: Tensor
-    ids: Tensor
+    ids: Tensor | None
 
 
 class RoutingReplay:
@@ -215,39 +216,38 @@ class RoutingReplay:
             self._current[key] = self._recomputed(key, own)
         elif first == 0:
             ids = self._next(key, own.shape[0], top_k)
-            _check_distinct(ids, own, num_experts)
-            ids = ids.to(own.device, torch.int64)
+            _check_distinct(ids.to(torch.int64), own, num_experts)
             self._note_forward(key, own, ids)
-            self._current[key] = ids
+            self._current[key] = ids.to(own.device, torch.int64)
             self._unchecked.add(key)
         return self.merged(key, own, num_experts, first)
 
     def merged(self, key: Key, own: Tensor, num_experts: int, first: int) -> Tensor:
         """As `chosen`, for another choice of a layer that runs."""
         ids = self._current[key]
-        is_given = ((ids >= 0) & (ids < num_experts)).all(dim=-1, keepdim=True)
+        is_given = _is_given(ids, num_experts).unsqueeze(-1)
         return torch.where(is_given, ids[:, first : first + own.shape[-1]], own).to(own.dtype)
 
     def _next(self, key: Key, num_tokens: int, top_k: int) -> Tensor:
         column, begins = self._columns.next(key)
         if begins:
             self._rows = self._begun(num_tokens)
-        num_layers, *shape = self._rows.transpose(0, 1).shape
-        if column >= num_layers or shape != [num_tokens, top_k]:
+        shape = (len(self._rows), self._rows.shape[2])
+        if column >= self._num_layers or shape != (num_tokens, top_k):
             raise RoutingReplayError(
-                f"MoE layer {column} chooses {top_k} experts for each of {num_tokens} tokens; the ids of this forward "
-                f"are for {num_layers} layers, {shape[1]} experts and {shape[0]} tokens"
+                f"MoE layer {column} chooses {top_k} experts for each of {num_tokens} tokens; the ids of this "
+                f"forward are for {self._num_layers} layers, {shape[1]} experts and {shape[0]} tokens"
             )
-        return self._rows[:, column]
+        return self._rows[:, column if self._layers is None else self._layers[column]]
 
     def _begun(self, num_tokens: int) -> Tensor:
-        """Return the ids of a forward's tokens, [T,L,K] int32."""
+        """Return the ids of a forward's tokens, [T,L,K]: a view of what was given where no mask spreads them."""
         if self._num_tokens:
             self._check_layers()
         if self._whole is None:
-            rows = self._next_part().to(torch.int32)
+            rows = self._next_part()
         elif self._mask is None:
-            rows = self._whole[self._num_used : self._num_used + num_tokens].to(torch.int32)
+            rows = self._whole[self._num_used : self._num_used + num_tokens]
             self._num_used += len(rows)
         else:
             mask = self._mask[self._num_tokens : self._num_tokens + num_tokens].to(self._whole.device)
@@ -256,14 +256,18 @@ class RoutingReplay:
             rows[mask] = unmasked.to(torch.int32)
             self._num_used += len(unmasked)
         self._num_tokens += num_tokens
-        return rows if self._layers is None else rows[:, list(self._layers)]
+        return rows
+
+    @property
+    def _num_layers(self) -> int:
+        return self._rows.shape[1] if self._layers is None else len(self._layers)
 
     def _check_layers(self) -> None:
-        num_layers = self._rows.shape[1]
-        if len(self._columns) != num_layers:
+        if len(self._columns) != self._num_layers:
             raise RoutingReplayError(
-                f"the ids are for {num_layers} MoE layers, and {len(self._columns)} of the model are chunked; layers= "
-                "says which of the ids' layers are MoE layers, and memfine_fx.report(model) which layers are chunked"
+                f"the ids are for {self._num_layers} MoE layers, and {len(self._columns)} of the model are chunked; "
+                "layers= says which of the ids' layers are MoE layers, and memfine_fx.report(model) which layers are "
+                "chunked"
             )
 
     def _note_forward(self, key: Key, own: Tensor, ids: Tensor) -> None:
@@ -271,21 +275,27 @@ class RoutingReplay:
         if self._num_backwards.get(key, 0) >= len(forwards):
             forwards.clear()
             self._num_backwards[key] = 0
-        forwards.append(_Forward(own.to(torch.int16), ids.clamp(-1, 2**15 - 1).to(torch.int16)))
+        forwards.append(_Forward(_sample(own), ids))
+        del forwards[:-_MOST_IN_FLIGHT]
 
     def _recomputed(self, key: Key, own: Tensor) -> Tensor:
-        """Return the ids that a forward had which is recomputed now."""
+        """Return the ids that a forward had which is recomputed now, [T,K] int64."""
         forwards = self._forwards.get(key, [])
         # A recomputed router chooses what it chose, which tells micro-batches in flight apart.
         if len(forwards) > 1 or own.device.type == "cpu":  # a comparison waits for the device
-            before = own.to(torch.int16)
-            forwards = [forward for forward in forwards if torch.equal(forward.own, before)]
-        if not forwards or not all(torch.equal(forward.ids, forwards[0].ids) for forward in forwards[1:]):
+            forwards = self._like(key, own)
+        given = [forward.ids.to(own.device, torch.int64) for forward in forwards if forward.ids is not None]
+        if not given or not all(torch.equal(ids, given[0]) for ids in given[1:]):
             raise RoutingReplayError(
                 "which forward is recomputed cannot be told: run backward inside of replay_routing, and enter it once "
                 "for each micro-batch"
             )
-        return forwards[0].ids.to(torch.int64)
+        return given[0]
+
+    def _like(self, key: Key, own: Tensor) -> list[_Forward]:
+        """Return the forwards of a layer in which the router chose what it chooses now, [T,K]."""
+        sample = _sample(own)
+        return [forward for forward in self._forwards.get(key, []) if torch.equal(forward.own, sample)]
 
     @property
     def awaits_backward(self) -> bool:
@@ -294,17 +304,20 @@ class RoutingReplay:
     def note_later_forward(self, key: Key, ids: Tensor) -> None:
         """Note ids [T,K] of a forward after the end, so that its recomputation is not taken for a replayed one's."""
         if key in self._forwards:
-            self._forwards[key].append(_Forward(ids.to(torch.int16), ids.to(torch.int16)))
+            self._forwards[key].append(_Forward(_sample(ids), None))
+            del self._forwards[key][:-_MOST_IN_FLIGHT]
 
-    def check_recomputed(self, key: Key, ids: Tensor) -> None:
+    def check_recomputed(self, key: Key, ids: Tensor, num_experts: int) -> None:
         """Compare ids [T,K] with which a layer is recomputed after the end with those of its forwards.
 
         Raises:
             RoutingReplayError: its forward was replayed, and ran with others.
         """
-        own = ids.to(torch.int16)
-        forwards = [forward for forward in self._forwards.get(key, []) if torch.equal(forward.own, own)]
-        if forwards and not any(torch.equal(forward.ids, own) for forward in forwards):
+        forwards = self._like(key, ids)
+        if forwards and all(
+            forward.ids is not None and _differs(ids, forward.ids.to(ids.device, torch.int64), num_experts)
+            for forward in forwards
+        ):
             raise RoutingReplayError(
                 "a checkpoint recomputes a layer whose routing was replayed: run backward inside of replay_routing"
             )
@@ -329,11 +342,7 @@ class RoutingReplay:
         if ids.device.type != "cpu" and key in self._compared:
             return  # a comparison waits for the device
         self._compared.add(key)
-        handed_out = self._current[key]
-        is_dropped = ((ids < 0) | (ids >= num_experts)).any(dim=-1)
-        is_given = ((handed_out >= 0) & (handed_out < num_experts)).all(dim=-1)
-        differs = ((ids != handed_out).any(dim=-1) & is_given & ~is_dropped).any()
-        if bool(differs):
+        if _differs(ids, self._current[key], num_experts):
             raise RoutingReplayError(f"{name} runs with other experts than those that are replayed")
 
     def note_backward(self, key: Key) -> None:
@@ -369,8 +378,7 @@ def _check_distinct(ids: Tensor, own: Tensor, num_experts: int) -> None:
 
     Layers may add such an expert's result once, or twice.
     """
-    is_given = ((ids >= 0) & (ids < num_experts)).all(dim=-1)
-    twice = _names_twice(ids) & is_given
+    twice = _names_twice(ids) & _is_given(ids, num_experts)
     if bool(twice.any()) and bool((twice := twice & ~_names_twice(own).to(twice.device)).any()):
         token = int(twice.nonzero()[0])
         raise ConfigError(
@@ -382,3 +390,25 @@ def _check_distinct(ids: Tensor, own: Tensor, num_experts: int) -> None:
 def _names_twice(ids: Tensor) -> Tensor:
     ordered = ids.sort(dim=-1).values
     return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+
+
+def _is_given(ids: Tensor, num_experts: int) -> Tensor:
+    """[T] bool: whether all of a token's ids [T,K] name experts."""
+    return ((ids >= 0) & (ids < num_experts)).all(dim=-1)
+
+
+def _differs(ids: Tensor, given: Tensor, num_experts: int) -> bool:
+    """Return whether ids [T,K] that a layer runs with are others than given ones, dropped choices apart."""
+    is_compared = _is_given(given, num_experts) & _is_given(ids, num_experts)
+    return bool(((ids != given).any(dim=-1) & is_compared).any())
+
+
+def _sample(own: Tensor) -> Tensor:
+    """Return the ids [T,K] of some tokens, in memory of their own."""
+    return own[:: max(1, len(own) // _SAMPLED_TOKENS)].to(torch.int32, copy=True)
+
+
+def key_of(region_id: str, parameter: Tensor | None) -> Key:
+    """Return the key of a layer, given a parameter of it that is no result of the graph."""
+    storage = None if parameter is None else storage_id(parameter)
+    return region_id if storage is None else storage

@@ -14,8 +14,7 @@ from memfine_fx.runtime.compiled_expert import CompiledExpert, SavedTensor
 from memfine_fx.runtime.live import Live, Registry
 from memfine_fx.runtime.loads import LoadHistory, RoundStats
 from memfine_fx.runtime.mact import ChunkTuner
-from memfine_fx.runtime.routing_hooks import key_of
-from memfine_fx.runtime.routing_replay import Key
+from memfine_fx.runtime.routing_replay import Key, key_of
 
 if TYPE_CHECKING:
     from memfine_fx.runtime.loop import SavedRows

@@ -53,7 +53,7 @@ def replay_choices(region: MoERegion, choices: Sequence[fx.Node], region_id: str
 
     Args:
         choices: from `choices_of`.
-        parameter: see `runtime.routing_hooks.key_of`.
+        parameter: see `runtime.routing_replay.key_of`.
     """
     num_experts, top_k = region.dims.num_experts, region.dims.top_k
     for first, choice in enumerate(choices):

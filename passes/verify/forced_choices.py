@@ -77,7 +77,7 @@ class ForcedChoices(Listening):  # type: ignore[no-untyped-call]
         if not (is_argmax or is_max or is_top_k or is_sort):
             return None
         ids = result if is_argmax else result[1]
-        experts = self._choose(scores, ids.reshape(*scores.shape[:-1], -1))
+        experts = self._choose(scores, ids if ids.ndim == scores.ndim else ids.unsqueeze(-1))
         if experts is None:
             return None
         self.num_forced += 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -394,3 +397,46 @@ def test_experts_that_choose_tokens_are_refused() -> None:
     for context in (memfine_fx.record_routing(layer), memfine_fx.replay_routing(layer, other_ids(20, 1) % 4)):
         with pytest.raises(RoutingReplayError, match="experts choose tokens"), context:
             layer(rows)
+
+
+def test_a_batch_without_tokens_is_recorded() -> None:
+    model = with_function()
+    with memfine_fx.record_routing(model) as record, torch.no_grad():
+        model.model.layers[0].mlp(torch.zeros(1, 0, 32))
+    assert record.ids.shape == (0, 1, _K)
+
+
+def test_forwards_without_backward_hold_little_and_a_plain_step_after_them_is_right() -> None:
+    model = with_function()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    expected = step(qwen("eager"))
+    with memfine_fx.replay_routing(model, [other_ids()] * 70), torch.no_grad():
+        for _ in range(70):
+            model(input_ids=tokens())
+    (ended,) = routing_hooks._ended[-1:]
+    assert all(len(forwards) <= 64 for forwards in ended._forwards.values())
+    for _ in range(70):
+        assert_close(step(model), expected)
+    assert ended not in routing_hooks._ended
+
+
+def test_a_model_that_was_compiled_by_name_and_replayed_is_freed() -> None:
+    model = by_name()
+    with memfine_fx.replay_routing(model, other_ids()):
+        step(model)
+    gone = weakref.ref(model)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_thread_records_while_another_runs() -> None:
+    """What one layer runs with is noted by its call; that says nothing of layers of other threads."""
+    with routing_hooks.noted():
+        results: list[bool] = []
+        thread = threading.Thread(target=lambda: results.append(routing_hooks._is_noted.get()))
+        thread.start()
+        thread.join()
+    assert results == [False]

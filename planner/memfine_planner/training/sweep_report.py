@@ -55,8 +55,8 @@ def _table(swept: Sweep) -> str:
             f"  {point.value:10,.6g}{point.speed:21,.0f}{point.best.step.utilisation:7.1%}"
             f"{point.best.goodput.fraction:9.1%}  {f'{name} {share:.0%}':34}{point.best.strategy.label()}"
         )
-    taken = "; ".join(f"{name} from {value:,.6g}" for value, name in swept.takeovers)
-    lines.append(f"  largest loss: {taken}" if taken else "  nothing fits")
+    losses = "; ".join(f"{name} from {value:,.6g}" for value, name in swept.takeovers)
+    lines.append(f"  largest loss: {losses}" if losses else "  nothing fits")
     return "\n".join(lines)
 
 
