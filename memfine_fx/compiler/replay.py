@@ -209,8 +209,9 @@ def _eager_routers(model: torch.nn.Module, replay: RoutingReplay | None) -> Iter
     captured = {id(part) for module in model.modules() if optimized_call(module) for part in module.modules()}
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
-            experts = [child for child in module.children() if name_of_experts_function(child) == "memfine"]
-            if not experts or id(module) in captured:
+            children = map(_below_adapters, module.children())
+            experts = [child for child in children if name_of_experts_function(child) == "memfine"]
+            if not experts or id(module) in captured or _below_adapters(module) is not module:
                 continue
             if len(experts) > 1 and replay is None:
                 continue
@@ -226,6 +227,13 @@ def _eager_routers(model: torch.nn.Module, replay: RoutingReplay | None) -> Iter
             hooks.callback(module.register_forward_pre_hook(router.enter).remove)
             hooks.callback(module.register_forward_hook(router.leave, always_call=True).remove)
         yield
+
+
+def _below_adapters(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that PEFT's layers around it adapt, or the module itself."""
+    while isinstance(base := getattr(module, "base_layer", None), torch.nn.Module):
+        module = base
+    return module
 
 
 def leave_router(experts: torch.nn.Module, index: Tensor) -> None:

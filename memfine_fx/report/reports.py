@@ -230,7 +230,8 @@ def _peaks(report: Report) -> str:
     peaks = (("predicted peak of the step", predicted), ("measured peak of the step", measured))
     cells = [(readable_bytes(num_bytes), name, False) for name, num_bytes in peaks if num_bytes is not None]
     if predicted is not None and measured is not None:
-        cells.append((f"{round(predicted / measured - 1, 3) + 0.0:+.1%}", "prediction against measurement", False))
+        difference = round(predicted / measured - 1, 3) + 0.0  # 0.0 turns -0.0, which would be written "-0.0%"
+        cells.append((f"{difference:+.1%}", "prediction against measurement", False))
     return cards(cells) if cells else ""
 
 

@@ -15,6 +15,7 @@ from memfine_fx.compiler import experts_function
 from memfine_fx.demo.tiny import tiny_causal_lm
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.models.loops import LoopConfig, LoopMoE
+from memfine_fx.passes.verify.forced_choices import ForcedChoices
 from tests.integration.comparison import FP32_TOLERANCE, assert_same_step, optimized_copy, relative_error
 
 HIDDEN, NUM_EXPERTS, TOP_K, WIDTH = 16, 5, 2, 12
@@ -285,3 +286,30 @@ def test_the_experts_function_adds_adapters_one_expert_at_a_time() -> None:
     table_bytes = 4 * 32 * 2 * 256 * 128
     assert peak("grouped_mm") > table_bytes
     assert peak("memfine") < 0.15 * peak("grouped_mm")
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("way", ["experts function", "optimize"])
+def test_adapted_experts_follow_a_routing_over_steps(way: str) -> None:
+    model = lora(target_modules=["q_proj"], target_parameters=EXPERT_TARGETS)
+    eager = copy.deepcopy(model)
+    eager.set_experts_implementation("eager")
+    if way == "optimize":
+        memfine_fx.optimize(model, inner_backend="eager")
+    else:
+        model.set_experts_implementation("memfine")
+    num_experts = model.get_base_model().model.layers[0].mlp.experts.num_experts
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, eager)]
+    for _ in range(3):
+        inputs = batch()
+        ids = torch.rand(24, 1, num_experts).topk(model.config.num_experts_per_tok).indices
+        with memfine_fx.replay_routing(model, ids):
+            loss = model(**inputs).loss
+            loss.backward()
+        with ForcedChoices(lambda scores, own, ids=ids: ids.view(own.shape), num_experts):
+            expected = eager(**inputs).loss
+        expected.backward()
+        assert relative_error(loss, expected) < FP32_TOLERANCE
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
