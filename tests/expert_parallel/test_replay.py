@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memfine_fx
@@ -21,7 +24,7 @@ _CONFIG = memfine_fx.Config(inner_backend="eager", rows_per_chunk=16)
 def replayed(rank: int, way: str) -> dict[str, float]:
     """Return errors of loss and gradients outside of experts against one process whose choices are forced."""
     torch.manual_seed(0)
-    model = qwen()
+    model: Any = qwen()
     unmodified = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(10 + rank)
     tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
@@ -34,8 +37,12 @@ def replayed(rank: int, way: str) -> dict[str, float]:
     if way == "expert parallel":
         memfine_fx.optimize(model, expert_parallel=dist.group.WORLD, config=_CONFIG)
     else:
+        if way == "FSDP2":
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
         memfine_fx.optimize(model, config=_CONFIG)
-        call = DistributedDataParallel(model)
+        call = DistributedDataParallel(model) if way == "DDP" else model
     with memfine_fx.replay_routing(call, ids), memfine_fx.record_routing(call) as record:
         result = call(input_ids=tokens, labels=tokens).loss
         result.backward()
@@ -44,10 +51,11 @@ def replayed(rank: int, way: str) -> dict[str, float]:
     for name, parameter in unmodified.named_parameters():
         if "experts" not in name:
             expected: Any = parameter.grad
-            if way == "DDP":
+            if way != "expert parallel":
                 dist.all_reduce(expected)
                 expected = expected / dist.get_world_size()
-            errors[name] = _error(model.get_parameter(name).grad, expected)
+            gradient = model.get_parameter(name).grad
+            errors[name] = _error(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, expected)
     return errors
 
 
@@ -61,6 +69,7 @@ def test_ranks_that_share_experts_replay_their_own_tokens() -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
-def test_a_model_inside_ddp_is_recorded_and_replayed() -> None:
-    for errors in run_ranks(replayed, 2, "DDP"):
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_a_model_inside_ddp_or_sharded_is_recorded_and_replayed(way: str) -> None:
+    for errors in run_ranks(replayed, 2, way):
         assert max(errors.values()) < 1e-5, errors
