@@ -201,7 +201,7 @@ def said_block(rows: Sequence[Row]) -> str:
 def ranks_block(suite: str, say: Callable[[Findings], str]) -> str:
     """A suite of several ranks, in its own words."""
     found = Findings.from_json((RESULTS / f"{suite}_cpu.json").read_text())
-    source = f"`python -m benchmarks run --suite {suite}`; {found.machine}"
+    source = f"`python -m benchmarks run --suite {suite}`; {_without_software(str(found.machine))}"
     said = _without_met(say(found)).splitlines()
     return "\n".join([f"{source}:", "", "```text", *(one for one in said if not one.startswith(_LEFT_OUT)), "```"])
 
@@ -216,6 +216,10 @@ def _without_met(said: str) -> str:
     met = [line for line in lines if line.startswith("met ")]
     rest = [line for line in lines if not line.startswith("met ")]
     return "\n".join([*rest, *([f"met     {len(met)} targets"] if met else [])])
+
+
+_SOFTWARE = "python 3.11.7, torch 2.13.0+cpu, transformers 5.23.0"
+"""What docs/benchmarks.md says once of all tables; a table of other versions names them."""
 
 
 def _heading(rows: Sequence[Row]) -> list[str]:
@@ -233,17 +237,23 @@ def _source(rows: Sequence[Row]) -> str:
     steps = {row.job.steps for row in rows} - {part.steps for part in parts}  # those that the command says
     times = f" --steps {max(steps)}" if steps else ""
     command = f"python -m benchmarks run --suite {suite}{chosen} --rounds {rounds}{times}"
-    return f"`{command}`; {'; '.join(machine_lines(rows))}"
+    return f"`{command}`; {'; '.join(map(_without_software, machine_lines(rows)))}"
+
+
+def _without_software(machine: str) -> str:
+    """A line about a machine without the versions that the page names once."""
+    return machine.removesuffix(f"; {_SOFTWARE}")
 
 
 def _without_figures(rows: Sequence[Row]) -> list[str]:
     """Peers that could not run, and why."""
     measured = {row.job.key for row in rows if row.measurement}
     failed = {row.job.key: row for row in rows if row.error and row.job.key not in measured}
-    said = [
-        f"{row.job.peer} ({'out of memory' if row.is_out_of_memory else row.error}, {row.job.dtype})"
-        for row in failed.values()
-    ]
+    peers: dict[str, list[str]] = {}
+    for row in failed.values():
+        why = "out of memory" if row.is_out_of_memory else str(row.error)
+        peers.setdefault(f"({why}, {row.job.dtype})", []).append(row.job.peer)
+    said = [f"{', '.join(names)} {why}" for why, names in peers.items()]
     return ["", "No figures: " + "; ".join(said) + "."] if said else []
 
 

@@ -248,7 +248,9 @@ def _run_planner(arguments: list[str]) -> int:
         command = next(iter(planners)).load()
         parser = argparse.ArgumentParser(prog="memfine plan")
         command.add_parser(parser.add_subparsers(required=True, metavar="PLANNER"))
-        return int(command.run(parser.parse_args(arguments)))
+        options = parser.parse_args(arguments)
+        with contextlib.nullcontext() if options.quiet or options.json else shown_stages():
+            return int(command.run(options))
     except MemfineError as error:
         print(f"memfine: {error}", file=sys.stderr)
         return 2

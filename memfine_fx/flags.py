@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-__all__ = ["PLANNERS", "add_flag", "as_typed", "parser_of"]
+__all__ = ["PLANNERS", "add_flag", "add_output", "as_typed", "parser_of"]
 
 PLANNERS = {
     "training": "which strategy trains a model fastest on a cluster",
@@ -104,10 +104,11 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         command, "--config", metavar="FILE.json", help="fields of memfine_fx.Config", example="config.json",
         without="MEMFINE_OPTIONS",
     )  # fmt: skip
-    _add_output(command)
+    add_output(command)
 
 
-def _add_output(command: argparse.ArgumentParser) -> None:
+def add_output(command: argparse.ArgumentParser) -> None:
+    """Add --json and --quiet, as every command has them."""
     add_flag(command, "--json", action="store_true", help="the answer as JSON with exact bytes, without progress")
     _add_quiet(command)
 
@@ -154,7 +155,7 @@ def _add_plan(commands: Any) -> argparse.ArgumentParser:
         example="benchmarks/results/budget_cpu.jsonl", without="none",
     )  # fmt: skip
     add_flag(plan, "--paper", action="store_true", help="MemFine's table and map of chunks by its closed form")
-    _add_output(plan)
+    add_output(plan)
     return plan
 
 
@@ -197,7 +198,7 @@ def _add_fit(commands: Any) -> argparse.ArgumentParser:
         example="fit.html", without="no page",
     )  # fmt: skip
     add_flag(fit, "--no-cache", action="store_true", help="do not show the stored answer of an earlier run")
-    _add_output(fit)
+    add_output(fit)
     return fit
 
 

@@ -26,7 +26,7 @@ from typing import TextIO
 
 from memfine_fx.config import is_quiet
 
-__all__ = ["shown_stages", "silenced_packages", "stage", "stages", "unspoken", "working"]
+__all__ = ["shown_stages", "silenced_packages", "stage", "stages", "under_way", "unspoken", "working"]
 
 stages = logging.getLogger("memfine_fx.progress")
 _PATIENCE = 1.0  # seconds of a work of which nothing is said
@@ -163,6 +163,12 @@ def stage(name: str) -> Iterator[None]:
         yield
     finally:
         screen.stage = before
+
+
+def under_way(name: str) -> None:
+    """Show, where something is shown, that this part of the latest stage is under way."""
+    if _screen is not None:
+        _screen.stage = name
 
 
 @contextlib.contextmanager

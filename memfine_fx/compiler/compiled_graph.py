@@ -56,6 +56,7 @@ from memfine_fx.plan.runs import Caller, Run
 from memfine_fx.progress import working
 from memfine_fx.runtime.accumulation import Accumulation, adding, can_add, can_be_none, is_added
 from memfine_fx.runtime.live import MOST_PLANS, LiveHead
+from memfine_fx.units import readable_bytes
 
 __all__ = ["CompiledGraph", "CompiledPartition"]
 
@@ -262,7 +263,7 @@ class CompiledGraph:
                 self._refusals[key] = refusal
                 raise refusal
 
-        log.info("a graph is partitioned again: no partition of it fits in %s bytes", f"{available:,}")
+        log.info("a graph is partitioned again: no partition of it fits in %s", readable_bytes(available))
         self._record.step = step  # compiled functions and records that compiling asks for are this partition's
         try:
             shape_env = fake_mode.shape_env

@@ -46,6 +46,7 @@ from memfine_fx.memory.kernel_probe import (
 from memfine_fx.memory.machine import CpuFeatures, cpu_features
 from memfine_fx.memory.products import MULTIPLYING, ROUNDING, Product, blocks_of, gradient_blocks, product_of
 from memfine_fx.memory.sizes import ROWS, is_contiguous, size_expr
+from memfine_fx.units import readable_bytes
 
 __all__ = [
     "Attention",
@@ -315,7 +316,8 @@ def _warn_of(kernel: Kernel, dtype: torch.dtype, shape: Shape, measured: int, co
     _warned = True
     what = {"gradient": "a gradient's product", "rows": "a product"}.get(kernel, f"attention's {kernel}")
     warnings.warn(
-        f"{what} in {dtype} takes {measured:,} bytes of scratch at {shape} on this CPU, where {counted:,} are counted; "
+        f"{what} in {dtype} takes {readable_bytes(measured)} of scratch at {shape} on this CPU, where "
+        f"{readable_bytes(counted)} are counted; "
         "budgets count what was measured, enlarged in proportion",
         stacklevel=2,
     )

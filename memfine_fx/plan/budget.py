@@ -38,6 +38,7 @@ from memfine_fx.plan.solve import StepProblem, solve
 from memfine_fx.plan.step_state import StepState
 from memfine_fx.records import ChunkPlan, SavePolicy
 from memfine_fx.records.heads import HeadPlan
+from memfine_fx.units import readable_bytes
 
 __all__ = [
     "MARGIN_PERCENT",
@@ -419,7 +420,7 @@ def describe_budget(config: Config, runs: Sequence[RunMemory], device_bytes: int
     if config.memory_budget == LEAST:
         return 'memory_budget="least": regions save nothing'
     if device_bytes is not None:
-        return f"no memory_budget: what the device has for the step bounds it, {device_bytes:,} B"
+        return f"no memory_budget: what the device has for the step bounds it, {readable_bytes(device_bytes)}"
     steps = {id(run.step): run for run in runs}.values()
     num_optional = sum(len(run.step.optional) for run in steps)
     if not num_optional:

@@ -17,6 +17,7 @@ from memfine_fx.memory.region_bytes import RegionBytes, region_peak, rows_of_eve
 from memfine_fx.plan.solve import Rows, StepProblem, solve
 from memfine_fx.records import ChunkPlan
 from memfine_fx.records.heads import HeadPlan
+from memfine_fx.units import readable_bytes
 
 __all__ = [
     "DEVIATIONS",
@@ -190,7 +191,7 @@ def _within(
         return least, tried_anyway(error_of(least))
     if plan.key == wanted:
         return wanted, f"{reason}, within the budget"
-    return plan.key, f"largest {what} with which the step keeps within {available_bytes:,} B"
+    return plan.key, f"largest {what} with which the step keeps within {readable_bytes(available_bytes)}"
 
 
 def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_bytes: int) -> BudgetInfeasible:
@@ -203,8 +204,8 @@ def infeasible(terms: Mapping[str, int], budget_bytes: int | None, available_byt
 def tried_anyway(error: BudgetInfeasible) -> str:
     """Why a plan has the smallest chunks although even these are predicted not to fit."""
     return (
-        f"smallest chunk: the step is predicted to take {error.minimum_bytes:,} B of the {error.budget_bytes:,} B that "
-        f"the device has for it"
+        f"smallest chunk: the step is predicted to take {readable_bytes(error.minimum_bytes)} of the "
+        f"{readable_bytes(error.budget_bytes)} that the device has for it"
     )
 
 

@@ -11,10 +11,11 @@ COMPILER = tuple(ROOT / folder for folder in ("memfine_fx", "passes", "models"))
 PLANNER = ROOT / "planner" / "memfine_planner"
 SHARED = (
     "memfine_fx.errors", "memfine_fx.memory.closed_form", "memfine_fx.memory.published", "memfine_fx.compat",
-    "memfine_fx.flags", "memfine_fx.report.page", "memfine_fx.report.chart",
+    "memfine_fx.flags", "memfine_fx.progress", "memfine_fx.units", "memfine_fx.report.page",
+    "memfine_fx.report.chart",
 )  # fmt: skip
 """The closed form, the paper's table, private names of torch for cuts of a traced graph, and what all commands and
-pages have in common: flags of the shell, and the writers of pages and charts."""
+pages have in common: flags of the shell, progress, bytes in words, and the writers of pages and charts."""
 ROOMS = ("files.py", "hardware", "costs", "training", "serving", "splitting")
 """From the lowest: a room imports itself and those before it."""
 

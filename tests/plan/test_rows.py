@@ -15,6 +15,7 @@ from memfine_fx.memory.region_bytes import ChunkSize, RegionBytes, region_peak, 
 from memfine_fx.memory.sizes import GROUPS, ROWS
 from memfine_fx.plan.rows import KNEE_ROWS, plan_region
 from memfine_fx.records import ChunkPlan
+from memfine_fx.units import readable_bytes
 
 FP32 = RegionBytes(
     top_k=2,
@@ -169,7 +170,7 @@ def test_fixed_rows_shrink_to_the_budget() -> None:
 def test_the_reason_of_a_budgeted_chunk_names_the_bytes(slack: int) -> None:
     available = total(FP32, 100, 90) + slack
     plan = rows_plan(FP32, 100, available_bytes=available)
-    assert plan.reason == f"largest chunk with which the step keeps within {available:,} B"
+    assert plan.reason == f"largest chunk with which the step keeps within {readable_bytes(available)}"
     assert plan.rows_per_chunk == 90
 
 

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfine_fx.flags import add_flag
+from memfine_fx.flags import add_flag, add_output
+from memfine_fx.progress import stages
+from memfine_fx.units import readable_bytes
 from memfine_planner.serving.choice import Fleet, Option, make_fleet
 from memfine_planner.serving.hardware import accelerators, architecture
 from memfine_planner.serving.model import Model, handover_s
@@ -40,7 +42,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
         example="devices.yaml", without="none",
     )  # fmt: skip
     add_flag(parser, "--check", action="store_true", help="compare the model with published ratios instead")
-    add_flag(parser, "--json", action="store_true", help="the fleet as JSON")
+    add_output(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         print(comparison_table())
         return 0
     request = load_request(options.request, rate=options.rate)
+    stages.info("choosing instances for %s at %g requests/s", request.model, request.rate)
     fleet = make_fleet(request, accelerators(options.accelerators))
     if options.json:
         phases = {"prefill": fleet.prefill, "decode": fleet.decode}
@@ -77,7 +80,8 @@ def _text(request: Request, fleet: Fleet) -> str:
     pairs = [(one.instance, other.instance) for one, _ in fleet.prefill for other, _ in fleet.decode]
     slowest = max(handover_s(model, *pair, length) for pair in pairs)
     lines.append(
-        f"cache of the longest prompt: {length * model.cache_bytes_per_token:,.0f} B, handed over in {slowest:.3f} s"
+        f"cache of the longest prompt: {readable_bytes(round(length * model.cache_bytes_per_token))}, handed over in "
+        f"{slowest:.3f} s"
     )
     return "\n".join(lines)
 

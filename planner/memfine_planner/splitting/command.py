@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from memfine_fx.errors import ConfigError
-from memfine_fx.flags import add_flag
+from memfine_fx.flags import add_flag, add_output
+from memfine_fx.progress import stages
+from memfine_fx.units import readable_bytes
 from memfine_planner.splitting.baselines import all_local, all_offloaded, equal_share, exhaustive, random_cuts
 from memfine_planner.splitting.graph import Cut, Traced, find_cuts, load_model, trace
 from memfine_planner.splitting.latency import Device, Fleet, Offers, load_fleet, offers, seconds
@@ -50,7 +52,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
         parser, "--attack", type=Path, metavar="SAMPLES.pt", example="samples.pt", without="the fleet file says it",
         help="measure every cut's leakage by rebuilding these inputs",
     )  # fmt: skip
-    add_flag(parser, "--json", action="store_true", help="the plan as JSON")
+    add_output(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -59,9 +61,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan; errors of ours are raised for the caller to print."""
     torch.manual_seed(0)
     fleet = load_fleet(options.fleet)
+    stages.info("tracing %s", options.model)
     traced = trace(*load_model(options.model))
     cuts = find_cuts(traced)
     leakage = _leakage(options.attack, fleet, traced, cuts)
+    stages.info("choosing cuts of %d devices", len(fleet.devices))
     devices = [offers(cuts, device, fleet.server, leakage) for device in fleet.devices]
     plan = choose(devices)
     others = _others(devices)
@@ -76,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
 def _leakage(path: Path | None, fleet: Fleet, traced: Traced, cuts: Sequence[Cut]) -> tuple[float, ...]:
     """Measured on the samples of a file, or of the fleet file, or none where no device asks for it."""
     if path is not None:
+        stages.info("rebuilding inputs from what each of %d cuts sends", len(cuts))
         return leakage_curve(traced, cuts, _samples(path, traced))
     missing = [cut.node for cut in cuts if cut.node not in fleet.leakage]
     if fleet.leakage and missing:
@@ -122,12 +127,13 @@ def _others(devices: Sequence[Offers]) -> dict[str, float]:
 
 
 def _cut_table(cuts: Sequence[Cut], leakage: Sequence[float]) -> str:
-    lines = [f"{'cut':24}{'device MFLOP':>14}{'server MFLOP':>14}{'sent, B':>12}{'parameters, B':>15}{'leakage':>9}"]
+    lines = [f"{'cut':24}{'device MFLOP':>14}{'server MFLOP':>14}{'sent':>12}{'parameters':>12}{'leakage':>9}"]
     for index, cut in enumerate(cuts):
         shown = f"{leakage[index]:9.2f}" if leakage else f"{'-':>9}"
+        sent, parameters = readable_bytes(round(cut.activation_bytes)), readable_bytes(cut.device_parameter_bytes)
         lines.append(
-            f"{cut.place:24}{cut.device_flops / 1e6:14.3f}{cut.server_flops / 1e6:14.3f}{cut.activation_bytes:12,.0f}"
-            f"{cut.device_parameter_bytes:15,}{shown}"
+            f"{cut.place:24}{cut.device_flops / 1e6:14.3f}{cut.server_flops / 1e6:14.3f}{sent:>12}"
+            f"{parameters:>12}{shown}"
         )
     return "\n".join(["per sample, forward", *lines])
 

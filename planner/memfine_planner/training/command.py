@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from memfine_fx.errors import ConfigError
-from memfine_fx.flags import add_flag
+from memfine_fx.flags import add_flag, add_output
+from memfine_fx.progress import stages, under_way
 from memfine_planner.costs.architectures import Architecture
 from memfine_planner.costs.model_configs import architecture
 from memfine_planner.costs.strategy import PRECISIONS, Strategy, StrategyError, check, with_fields
@@ -191,7 +192,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="the cost model's layer to print: every term alone; with overlap and host; with failures and all else",
     )  # fmt: skip
     add_flag(parser, "--layers", action="store_true", help="print every term of every kind of layer")
-    add_flag(parser, "--json", action="store_true", help="the plan as JSON")
+    add_output(parser)
     add_flag(
         parser, "--html", type=Path, metavar="FILE", help="write the report with figures", example="plan.html",
         without="no page",
@@ -294,16 +295,16 @@ def _strategy(options: argparse.Namespace, request: Request) -> tuple[Tuned | No
     check(request.arch, request.system, with_fields(base, **alone | {"micro_batch": 1}))
     if request.global_batch < 1:
         raise StrategyError(f"global_batch={request.global_batch} must be a positive integer", "global_batch=1")
-    tuned = tune(request, progress=_progress if sys.stderr.isatty() else None)
+    stages.info("comparing strategies of %s on %s GPUs", request.arch.name, f"{request.gpus:,}")
+    tuned = tune(request, progress=_progress)
     return tuned, tuned.best.strategy
 
 
 def _sweep(request: Request, strategy: Strategy, factors: Sequence[tuple[str, Sequence[float]]]) -> Study:
     """The factors around the request; sizes that were fixed stay so, except a factor's own."""
-    return study(request, factors, strategy, progress=_progress if sys.stderr.isatty() else None)
+    stages.info("comparing strategies at every value of %s", ", ".join(name for name, _ in factors))
+    return study(request, factors, strategy, progress=_progress)
 
 
 def _progress(done: int, total: int) -> None:
-    filled = int(40 * done / max(1, total))
-    end = "\n" if done >= total else ""
-    print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {done}/{total} evaluated", end=end, file=sys.stderr, flush=True)
+    under_way(f"comparing: {done:,} of {total:,}")

@@ -67,6 +67,12 @@ def test_bad_input_is_one_line(arguments: str, message: str, capsys: pytest.Capt
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["", "--quiet", "--json"])
+def test_a_search_is_shown_while_it_lasts(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"plan training --model mixtral_8x7b --gpus 16 --micro-batch 1 {flag}".split()) == 0
+    assert ("comparing strategies of mixtral_8x7b on 16 GPUs" in capsys.readouterr().err) == (not flag)
+
+
 def test_strategy_that_cannot_fit_names_what_fills_it_and_the_nearest_that_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
