@@ -242,7 +242,8 @@ def _run_planner(arguments: list[str]) -> int:
     """Run `memfine plan ARGUMENTS`, whose first is the name of an entry point of the group "memfine_fx.planners"."""
     planners = entry_points(group="memfine_fx.planners", name=arguments[0])
     if not planners:
-        print(f"memfine: plan {arguments[0]} needs pip install memfine-planner", file=sys.stderr)
+        package = "the package memfine-planner (in a checkout: pip install ./planner)"
+        print(f"memfine: plan {arguments[0]} needs {package}", file=sys.stderr)
         return 2
     try:
         command = next(iter(planners)).load()
@@ -293,7 +294,9 @@ def _load(target: str, experts: str | None) -> tuple[torch.nn.Module, tuple[Any,
         return tiny.module, (), tiny.inputs
     path, _, factory_name = target.rpartition(":")
     if not path.endswith(".py") or not Path(path).exists():
-        raise ConfigError(f"{target!r} is neither hf:MODEL_TYPE nor an existing path/to/file.py:factory")
+        raise ConfigError(
+            f"{target!r} is neither hf:MODEL_TYPE nor an existing path/to/file.py:factory; `memfine fit` takes configs"
+        )
     returned = _factory(path, factory_name)()
     model, *more = returned if isinstance(returned, tuple) else (returned,)
     inputs = more[0] if len(more) == 1 else tuple(more)

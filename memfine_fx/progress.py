@@ -124,7 +124,7 @@ def working(title: str | Callable[[], str], done: str, outcome: Callable[[], str
         outcome: returns what came of it, "" for nothing to say.
     """
     global _num_works
-    is_logged = stages.isEnabledFor(logging.INFO) and stages.hasHandlers()
+    is_logged = stages.isEnabledFor(logging.INFO) and _is_written()
     is_shown = _screen is None and not is_logged and _speaks()
     if not (_num_works or is_logged or is_shown):
         yield
@@ -208,6 +208,17 @@ def _shown(screen: _Screen) -> Iterator[None]:
         stages.setLevel(level)
         stages.propagate = propagates
         screen.end()
+
+
+def _is_written() -> bool:
+    """Return whether a handler of the program writes records of stages; many let only records of their own pass."""
+    record = stages.makeRecord(stages.name, logging.INFO, __file__, 0, "", (), None)
+    logger: logging.Logger | None = stages
+    while logger is not None:
+        if any(record.levelno >= handler.level and handler.filter(record) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def _speaks() -> bool:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,26 @@ def test_other_packages_are_silent_and_ours_are_not() -> None:
         assert logging.getLogger("torch").isEnabledFor(logging.ERROR)
     assert [str(warning.message) for warning in caught] == ["memfine_fx found nothing to chunk"]
     assert logging.getLogger("transformers").level == level and dict(os.environ) == before
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_work_is_shown_where_no_handler_writes_its_records(
+    passes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Axolotl's handler writes records of its own alone."""
+    monkeypatch.setenv("MEMFINE_QUIET", "0")
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress.stages, "propagate", False)
+    handler = logging.StreamHandler(io.StringIO())
+    handler.addFilter(lambda record: passes)
+    level = progress.stages.level
+    progress.stages.addHandler(handler)
+    progress.stages.setLevel(logging.INFO)
+    try:
+        with progress.working("compiling a model", "compiled"):
+            time.sleep(0.2)
+    finally:
+        progress.stages.removeHandler(handler)
+        progress.stages.setLevel(level)
+    assert ("compiled in" in handler.stream.getvalue()) == passes
+    assert ("compiled in" in capsys.readouterr().err) == (not passes)

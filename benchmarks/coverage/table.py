@@ -85,10 +85,8 @@ def coverage_page(
             "## Rewritten source",
             "",
             "Some expert loops reach no graph as written. Methods with such loops are rewritten for the time of a "
-            "compiled call. The forms; `benchmarks/coverage/forms.py` has the rows that need each, and the code before "
-            "and after. A loop that does more than its form allows stays as written.",
-            "",
-            *(f"* {form.name}." for form in FORMS),
+            f"compiled call, in {len(FORMS)} forms: `benchmarks/coverage/forms.py` has each, its rows, and the code "
+            "before and after. A loop that does more than its form allows stays as written.",
             "",
             *_packages(packaged),
         ]

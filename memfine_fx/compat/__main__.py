@@ -23,6 +23,7 @@ def _main() -> int:
         for warning in caught:
             if issubclass(warning.category, CompatibilityWarning):
                 print(f"        {warning.message}")
+    print(f"{failed} failed; packages that are absent need nothing" if failed else "all hold that are needed here")
     return 1 if failed else 0
 
 

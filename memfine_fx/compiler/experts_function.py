@@ -50,6 +50,7 @@ from memfine_fx.errors import Reason
 from memfine_fx.passes.tracing import copied_module
 from memfine_fx.passes.verify.gradient_check import in_words
 from memfine_fx.passes.verify.region import errors_of
+from memfine_fx.progress import working
 from memfine_fx.records import ChunkPlan, Refusal, Where
 from memfine_fx.runtime.routing_hooks import note_ids, noted, paused
 from memfine_fx.runtime.store import LiveRegion
@@ -194,10 +195,11 @@ def _active_autocasts() -> list[str]:
 
 
 def _prepared(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments: Sequence[Tensor]) -> _Kind:
-    kind = _chunked(experts, tensors, arguments)
+    name = type_before_parametrizations(experts).__name__
+    with working(f"preparing {name} to run in chunks", "prepared"):
+        kind = _chunked(experts, tensors, arguments)
     if isinstance(kind, _Kind):
         return kind
-    name = type_before_parametrizations(experts).__name__
     warnings.warn(f'memfine_fx: {name} runs in transformers\' "grouped_mm", not in chunks: {kind}', stacklevel=2)
     return _Kind()
 

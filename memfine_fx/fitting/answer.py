@@ -32,6 +32,7 @@ from memfine_fx.fitting.stack import Stack, find_stack, layer_lists
 from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_uniform
 from memfine_fx.plan.solve import largest
 from memfine_fx.progress import stages
+from memfine_fx.units import readable_bytes
 
 __all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
 
@@ -102,7 +103,8 @@ def answer(source: object, setup: Setup, question: Question, config: Config, *, 
     source = loaded_config(source)
     stages.info("building %s of fake tensors", _name(source))
     analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing, in_parallel=in_parallel)
-    stages.info("searching the largest sizes that fit")
+    least = analysis.for_own_batch.total("least", setup.batch, setup.seq).num_bytes
+    stages.info("%s are the smallest budget; searching the largest sizes that fit", readable_bytes(least))
     report = report_of(source, analysis, how, question)
     if question.compares:
         stages.info("recording the same step without memfine_fx")

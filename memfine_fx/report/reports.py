@@ -241,7 +241,7 @@ def _cells(layer: RegionReport | HeadReport) -> tuple[str, ...]:
     why = [
         _ran(layer),
         layer.reason if plan is None else plan.reason,
-        f"the busiest expert gets {imbalance.p50:.2f} times the mean of rows (median of {imbalance.num_steps} steps), "
+        f"the busiest expert gets {imbalance.p50:.2f} times the mean of rows (median of {imbalance.num_calls} calls), "
         f"at most {imbalance.largest:.2f} times"
         if imbalance
         else "",

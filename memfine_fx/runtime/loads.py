@@ -21,17 +21,17 @@ class Imbalance:
 
     Args:
         latest: in the last step.
-        p50, p95, largest: over `num_steps` steps, at most 512.
+        p50, p95, largest: over `num_calls` calls, at most 512; each of several equal layers calls once a step.
     """
 
     latest: float
     p50: float
     p95: float
     largest: float
-    num_steps: int
+    num_calls: int
 
     def __str__(self) -> str:
-        return f"p50 {self.p50:.2f} p95 {self.p95:.2f} max {self.largest:.2f} over {self.num_steps} steps"
+        return f"p50 {self.p50:.2f} p95 {self.p95:.2f} max {self.largest:.2f} over {self.num_calls} calls"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class CopyEvent(Protocol):
 
 @dataclass
 class LoadHistory:
-    """The largest load of each step; only one number a step is stored."""
+    """The largest load of each call; only one number a call is stored."""
 
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS))
     _arriving: deque[tuple[torch.Tensor, CopyEvent, int | None]] = field(default_factory=deque)

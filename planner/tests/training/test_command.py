@@ -68,7 +68,10 @@ def test_bad_input_is_one_line(arguments: str, message: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("flag", ["", "--quiet", "--json"])
-def test_a_search_is_shown_while_it_lasts(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_is_shown_while_it_lasts(
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFINE_QUIET", "0")
     assert main(f"plan training --model mixtral_8x7b --gpus 16 --micro-batch 1 {flag}".split()) == 0
     assert ("comparing strategies of mixtral_8x7b on 16 GPUs" in capsys.readouterr().err) == (not flag)
 
