@@ -48,7 +48,7 @@ def test_counts_of_a_device_are_read_once_they_came(copies: list[Copy]) -> None:
     history.note_later(torch.tensor([0, 3, 4]), 4)
     assert list(history._ratios) == [2.0]
     summary = history.summary()  # a report waits for the others
-    assert summary is not None and (summary.latest, summary.num_steps) == (1.5, 3)
+    assert summary is not None and (summary.latest, summary.num_calls) == (1.5, 3)
 
 
 def test_an_id_of_no_expert_is_an_error_of_a_later_step(copies: list[Copy]) -> None:
