@@ -44,6 +44,10 @@ _ESTIMATES = {
     "expert_parallel": "Buffers in which rows travel between ranks are not counted: on several ranks every number is "
     "an estimate, and too low",
 }
+_WITHOUT_CACHE = (
+    "The key-value cache that this config lets a step return (use_cache) is not counted: Trainer sets "
+    "model.config.use_cache = False, and so should a loop of your own"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +262,17 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
         record.refused,
         "" if is_extended else record.decision,
         how,
-        estimates=tuple(text for name, text in _ESTIMATES.items() if getattr(setup, name) > 1),
+        estimates=_estimates(source, setup),
         analysis=analysis,
     )
+
+
+def _estimates(source: Any, setup: Setup) -> tuple[str, ...]:
+    """Return sentences on what the numbers leave out."""
+    config = source.get_text_config() if hasattr(source, "get_text_config") else source
+    returns_cache = getattr(config, "use_cache", False) and not setup.checkpointing
+    sentences = [text for name, text in _ESTIMATES.items() if getattr(setup, name) > 1]
+    return (*sentences, *[_WITHOUT_CACHE] * bool(returns_cache))
 
 
 def _longest_seq(question: Question, needed: Callable[[int], int]) -> int:

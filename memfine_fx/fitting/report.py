@@ -202,8 +202,9 @@ class FitReport:
 
 
 def _optimize_line(budget: int) -> str:
+    """Return the call whose steps were recorded, with symbols as sizes; code for one size alone may take more bytes."""
     text = str(budget) if budget % _MIB else f'"{budget // _MIB}MiB"'
-    return f"memfine_fx.optimize(model, memory_budget={text})"
+    return f"memfine_fx.optimize(model, memory_budget={text}, dynamic=True)"
 
 
 def _up_to(most: int | None) -> str:

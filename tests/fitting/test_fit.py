@@ -286,14 +286,15 @@ def test_micro_batches_that_accumulate_take_what_was_said(budget: str | None) ->
 def test_the_command_answers_and_says_by_its_status_whether_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config_of(num_hidden_layers=1).save_pretrained(tmp_path)
+    config_of(num_hidden_layers=1, use_cache=True).save_pretrained(tmp_path)
     given = ["fit", str(tmp_path), "--batch", "2", "--seq", "64", "--dtype", "fp32", "--device", "cpu", "--json"]
     assert main([*given, "--memory", "64MiB"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["fits"] is True
     assert shown["asked"]["num_bytes"] == sum(shown["asked"]["terms"].values())
-    assert shown["line"] == 'memfine_fx.optimize(model, memory_budget="64MiB")'
+    assert shown["line"] == 'memfine_fx.optimize(model, memory_budget="64MiB", dynamic=True)'
     assert shown["longest_seq"] > 64
+    assert "model.config.use_cache = False" in shown["estimates"][-1]  # with a cache a step takes more than was said
     assert len(shown["chunked"]) == 1
 
 

@@ -81,4 +81,4 @@ def test_the_line_to_paste_is_never_below_the_smallest_budget(
 ) -> None:
     smallest, largest = (StepTotal("backward", (("gradients", num_bytes),)) for num_bytes in (least, most))
     report = FitReport("model", Setup(), memory, None, smallest, largest, 1, 1, (), (), (), "", "")
-    assert report.line == f"memfine_fx.optimize(model, memory_budget={budget})"
+    assert report.line == f"memfine_fx.optimize(model, memory_budget={budget}, dynamic=True)"
