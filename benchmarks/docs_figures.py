@@ -3,7 +3,7 @@ front of budgets, from the committed rows.
 
     python -m benchmarks.docs_figures
 
-docs/memory_over_step is measured by `make demo`, docs/expert_parallel_scale is drawn by `python -m benchmarks
+docs/memory_over_step.svg is measured by `make demo`, docs/expert_parallel_scale.svg is drawn by `python -m benchmarks
 measure ep_scale`.
 """
 

@@ -139,12 +139,12 @@ class Chart:
         need = [(a + b) / 2 + 4 for a, b in pairwise(lengths)]
         is_tight = any(b - a < least for (a, b), least in zip(pairwise(places), need, strict=True))
         parts = [_path([(place, bottom), (place, bottom + 4)], "soft") for place in places]
-        for place, (_, text) in zip(places, x.ticks, strict=True):
+        for place, length, (_, text) in zip(places, lengths, x.ticks, strict=True):
             if is_tight:
                 parts.append(_text(place + 4, bottom + 7, text, "end", turned=True))
             else:
-                lines = enumerate(text.split("\n"))
-                parts += [_text(place, bottom + _ROW * (row + 1) - 2, line, "middle") for row, line in lines]
+                lines, inside = enumerate(text.split("\n")), max(place, length / 2)  # not beyond the left edge
+                parts += [_text(inside, bottom + _ROW * (row + 1) - 2, line, "middle") for row, line in lines]
         rows = max((text.count("\n") + 1 for _, text in x.ticks), default=0)
         return bottom + (max(lengths) + 8 if is_tight else _ROW * rows + 2), parts
 

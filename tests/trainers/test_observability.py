@@ -38,7 +38,7 @@ def test_imbalance_is_the_fullest_expert_over_the_mean() -> None:
     summary = history.summary()
     assert summary is not None
     assert (summary.latest, summary.p50, summary.p95, summary.largest) == (2.0, 2.0, 4.0, 4.0)
-    assert summary.num_steps == 3
+    assert summary.num_calls == 3
 
 
 def test_scalars_say_what_the_report_says() -> None:
