@@ -34,7 +34,7 @@ def test_what_fits_the_device_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _, report, _ = trained()
     assert report.step is not None
     assert report.step.decision == "nothing costly is recomputed; 2 of 2 regions save their projections"
-    assert report.step.budget == f"no memory_budget: what the device has for the step bounds it, {1 << 30:,} B"
+    assert report.step.budget == "no memory_budget: what the device has for the step bounds it, 1.00 GiB"
 
 
 @pytest.mark.slow
