@@ -86,6 +86,7 @@ def _fit(options: argparse.Namespace) -> int:
 def _fit_report(options: argparse.Namespace) -> FitReport:
     from memfine_fx.fitting.answer import Question, answer
     from memfine_fx.fitting.setup import Setup
+    from memfine_fx.fitting.shortened import few_collections
     from memfine_fx.fitting.stored import answer_or_stored
 
     setup = Setup(
@@ -106,10 +107,11 @@ def _fit_report(options: argparse.Namespace) -> FitReport:
     )
     question = Question(options.memory, options.gpu, options.device, options.even_routing, options.alternatives)
     path, _, name = options.model.rpartition(":")
-    if path.endswith(".py") and Path(path).exists():
-        return answer(_factory(path, name), setup, question, Config.from_environment())
-    is_new = options.no_cache or options.html is not None
-    return answer_or_stored(options.model, setup, question, Config.from_environment(), is_new=is_new)
+    with few_collections():
+        if path.endswith(".py") and Path(path).exists():
+            return answer(_factory(path, name), setup, question, Config.from_environment())
+        is_new = options.no_cache or options.html is not None
+        return answer_or_stored(options.model, setup, question, Config.from_environment(), is_new=is_new)
 
 
 def _config(options: argparse.Namespace) -> Config:

@@ -230,7 +230,8 @@ class Analysis:
             if head is not None:
                 knee = self.config.tokens_per_head_chunk or knee_tokens(head.terms)
                 return ChunkSize(LEAST_TOKENS if rows is not None else knee)
-            terms = next(step.regions[region_id] for step in steps if region_id in step.regions).terms("nothing")
+            region = next(step.regions[region_id] for step in steps if region_id in step.regions)
+            terms = region.terms_now("nothing")
             wanted = unbounded_rows(self.config, terms, num_tokens)
             wanted = wanted if rows is None else min(rows, wanted)
             if terms.takes_group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -164,19 +165,26 @@ def _analysed(
     in_parallel: bool = False,
 ) -> tuple[Analysis, bool]:
     """Return the records, and whether they are exact for every layer."""
-    whole = fake_model(source, setup, new_mode())
-    static = _static_bytes(whole, setup)
-    stack = find_stack(whole)
-    stages.info("model built: %s parameters, %s", f"{static.num_parameters:,}", _repeats_in_words(stack))
+    with contextlib.ExitStack() as processes:
+        longer = Request(source, setup, dataclasses.replace(config, memory_budget=None), 1, shares)
+        record_of_longer: Callable[[], RecordedStep] = functools.partial(record_shortened, longer)
+        if in_parallel and setup.budget is None and can_record_meanwhile(source):
+            stages.info("recording a part of the step in a second process")
+            record_of_longer = processes.enter_context(recorded_meanwhile(longer))
+        mode = new_mode()
+        whole = fake_model(source, setup, mode)
+        static = _static_bytes(whole, setup)
+        stack = find_stack(whole)
+        stages.info("model built: %s parameters, %s", f"{static.num_parameters:,}", _repeats_in_words(stack))
+        if stack is not None and setup.budget is None:
+            shorter = dataclasses.replace(longer, num_more=0)
+            pair = record_shortened(shorter, (whole, mode)), record_of_longer()
+            short, long = (recorded_step.runs["most" if shares is None else "asked"] for recorded_step in pair)
+            is_exact = is_uniform(short, long) and (shares is None or has_all_alike(short, long))
+            if is_exact or shares is not None:
+                more = stack.repeats - fewest_repeats(stack.unit)
+                return Analysis(pair, more, static, setup, shorter.config, has_even_routing, stack), is_exact
     config = dataclasses.replace(config, memory_budget=_budget_of_step(setup, static))
-    if stack is not None and not config.has_budget:
-        fewest = fewest_repeats(stack.unit)
-        pair = _recorded_pair(Request(source, setup, config, stack, fewest, shares), in_parallel=in_parallel)
-        short, long = (recorded_step.runs["most" if shares is None else "asked"] for recorded_step in pair)
-        is_exact = is_uniform(short, long) and (shares is None or has_all_alike(short, long))
-        if is_exact or shares is not None:
-            more = stack.repeats - fewest
-            return Analysis(pair, more, static, setup, config, has_even_routing, stack), is_exact
     mode = new_mode()
     # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
     reads: Reads = "code" if stack is None and shares is None else "graph"
@@ -203,16 +211,6 @@ def _repeats_in_words(stack: Stack | None) -> str:
     if stack is None:
         return "no layers that are repeated five times"
     return f"{stack.repeats} equal units of {stack.unit} layer(s)"
-
-
-def _recorded_pair(request: Request, *, in_parallel: bool) -> tuple[RecordedStep, RecordedStep]:
-    """Return the records of the requested repeats, and of one more."""
-    longer = dataclasses.replace(request, repeats=request.repeats + 1)
-    if not (in_parallel and can_record_meanwhile(request.source)):
-        return record_shortened(request), record_shortened(longer)
-    stages.info("recording a step of %d of them in a second process", longer.repeats)
-    with recorded_meanwhile(longer) as record_of_longer:
-        return record_shortened(request), record_of_longer()
 
 
 def _static_bytes(model: torch.nn.Module, setup: Setup) -> StaticBytes:

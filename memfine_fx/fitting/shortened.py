@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pickle
 import subprocess
@@ -18,33 +19,44 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
+import torch
+
 from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.config import Config
 from memfine_fx.fitting.models import fake_model
 from memfine_fx.fitting.recording import UNIFORM_PLANS, RecordedStep, record_step
 from memfine_fx.fitting.setup import Setup
-from memfine_fx.fitting.stack import Stack, shortened
+from memfine_fx.fitting.stack import find_stack, shortened
+from memfine_fx.fitting.stretch import fewest_repeats
 from memfine_fx.memory.step import GraphStep, RunMemory
 from memfine_fx.progress import silenced_packages, stages
 
-__all__ = ["Request", "can_record_meanwhile", "new_mode", "portable", "record_shortened", "recorded_meanwhile"]
+__all__ = [
+    "Request",
+    "can_record_meanwhile",
+    "few_collections",
+    "new_mode",
+    "portable",
+    "record_shortened",
+    "recorded_meanwhile",
+]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A step to record: of a model that is shortened to `repeats` of the units of its stack.
+    """A step to record: of a model that is shortened to the fewest units of its stack that are analysed, or to more.
 
     Args:
         source: whatever `fake_model` takes; for another process a config of transformers.
         config: options of `optimize`.
+        num_more: units beyond the fewest, 0 or 1.
         shares: as for `record_step`.
     """
 
     source: object
     setup: Setup
     config: Config
-    stack: Stack
-    repeats: int
+    num_more: int
     shares: tuple[float, ...] | None = None
 
 
@@ -53,13 +65,40 @@ def new_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def record_shortened(request: Request) -> RecordedStep:
-    """Record the step in this process."""
-    mode = new_mode()
-    model = fake_model(request.source, request.setup, mode)
-    shortened(model, request.stack, request.repeats)
-    stages.info("recording a step of %d of the %d equal units of layers", request.repeats, request.stack.repeats)
+def record_shortened(request: Request, built: tuple[torch.nn.Module, FakeTensorMode] | None = None) -> RecordedStep:
+    """Record the step in this process.
+
+    Args:
+        built: the request's model, which is shortened in place, and the mode of its tensors; None builds them.
+
+    Raises:
+        LookupError: no unit of layers occurs often enough.
+    """
+    if built is None:
+        mode = new_mode()
+        built = fake_model(request.source, request.setup, mode), mode
+    model, mode = built
+    stack = find_stack(model)
+    if stack is None:
+        raise LookupError("no layers that are repeated five times")
+    repeats = fewest_repeats(stack.unit) + request.num_more
+    shortened(model, stack, repeats)
+    stages.info("recording a step of %d of the %d equal units of layers", repeats, stack.repeats)
     return record_step(model, request.setup, mode, request.config, "graph", request.shares, UNIFORM_PLANS)
+
+
+@contextlib.contextmanager
+def few_collections() -> Iterator[None]:
+    """Let Python look for garbage once in 100,000 new objects, not in 700.
+
+    Tracing makes millions of objects that live on, and a tenth of its time went to looking at them.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def can_record_meanwhile(source: object) -> bool:
@@ -124,7 +163,7 @@ def portable(record: RecordedStep) -> RecordedStep:
 
 def _answer_request(read: IO[bytes], write: IO[bytes]) -> None:
     request = pickle.load(read)
-    with silenced_packages():
+    with silenced_packages(), few_collections():
         record = portable(record_shortened(request))
     pickle.dump(record, write)
 

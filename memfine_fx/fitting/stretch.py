@@ -151,9 +151,11 @@ def _num_alike(some: Sequence[object], others: Sequence[object]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
 
 
-def _changes_of_stretches(memory: GraphMemory, where: str, values: dict[str, int]) -> list[list[tuple[int, list[int]]]]:
+def _changes_of_stretches(
+    memory: GraphMemory, where: str, values: dict[str, int]
+) -> list[list[tuple[int, tuple[int, ...]]]]:
     """Return for each stretch the places in it where bytes are allocated or freed, and the change by part."""
-    changes = _changes(memory, where, values)
+    changes = list(zip(*_changes(memory, where, values), strict=True))
     return [
         [(place, change) for place, change in enumerate(changes[begin : end + 1]) if any(change)]
         for begin, end in _bounds(memory)
@@ -232,13 +234,13 @@ def part_of(allocation: Allocation, where: str) -> int:
 
 
 def _changes(memory: GraphMemory, where: str, values: dict[str, int]) -> list[list[int]]:
-    """Return the change of live bytes by `PARTS` at each position, and after the last."""
-    changes = [[0] * len(PARTS) for _ in range(memory.num_positions + 1)]
+    """Return for each of `PARTS` the change of live bytes at each position, and after the last."""
+    changes = [[0] * (memory.num_positions + 1) for _ in PARTS]
     for allocation, num_bytes in zip(memory.allocations, memory.bytes_at(values), strict=True):
-        part = part_of(allocation, where)
-        changes[allocation.start][part] += num_bytes
+        of_part = changes[part_of(allocation, where)]
+        of_part[allocation.start] += num_bytes
         if allocation.stop is not None:
-            changes[allocation.stop][part] -= num_bytes
+            of_part[allocation.stop] -= num_bytes
     return changes
 
 
@@ -246,9 +248,7 @@ def _live(
     memory: GraphMemory, where: str, values: dict[str, int], workspace: Callable[[Call], int]
 ) -> list[tuple[int, ...]]:
     """Return the live bytes by `PARTS` at each position."""
-    changes = _changes(memory, where, values)
-    sums = accumulate(changes, lambda total, change: [a + b for a, b in zip(total, change, strict=True)])
-    live = [list(by_part) for by_part in sums][: memory.num_positions]
+    live = [list(accumulate(changes)) for changes in _changes(memory, where, values)]
     for call in memory.calls:
-        live[call.position][_HEAD if call.phase == "head" else _EXPERTS] += workspace(call)
-    return [tuple(by_part) for by_part in live]
+        live[_HEAD if call.phase == "head" else _EXPERTS][call.position] += workspace(call)
+    return list(zip(*live, strict=True))[: memory.num_positions]

@@ -259,8 +259,8 @@ def gradient_scratch(shapes: Iterable[Sequence[int]], dtype: torch.dtype, device
         dtype: of the factors; in fp32 it is not oneDNN that multiplies.
         device_type: "cpu" or "cuda".
     """
-    sides = [(int(shape[0]), int(shape[1])) for shape in shapes if len(shape) == 2]
-    products = [*sides, *((right, left) for left, right in sides)]
+    sides = {(int(shape[0]), int(shape[1])) for shape in shapes if len(shape) == 2}
+    products = frozenset(sides | {(right, left) for left, right in sides})
     if device_type != "cpu" or dtype.itemsize >= 4 or not products:
         return sympy.Integer(0)
     inputs = dtype.itemsize * max(map(sum, products)) * ROWS
@@ -299,7 +299,9 @@ def counted_at(kernel: Kernel, shape: Shape, dtype: torch.dtype, threads: int) -
         left, right, inner = map(sympy.Integer, shape)
         return int(blocks_of(Product(left, inner, right, sympy.S.One, False, dtype), cpu_features(), threads))
     if kernel == "gradient":
-        return int(gradient_blocks([(shape[0], shape[1])], dtype, cpu_features(), threads).subs(ROWS, shape[2]))
+        return int(
+            gradient_blocks(frozenset([(shape[0], shape[1])]), dtype, cpu_features(), threads).subs(ROWS, shape[2])
+        )
     heads, queries, keys, width = map(sympy.Integer, shape)
     call = Attention(sympy.Integer(1), heads * threads, heads * threads, queries, keys, width, dtype, is_causal=True)
     count = forward_scratch if kernel == "forward" else backward_scratch

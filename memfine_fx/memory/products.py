@@ -144,8 +144,9 @@ def blocks_of(product: Product, features: CpuFeatures, threads: int) -> sympy.Ex
     return _blocks(product, features, threads, divides=True)
 
 
+@functools.lru_cache(maxsize=1024)  # 0.25 s each; a search asks for the same at every size that it tries
 def gradient_blocks(
-    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, features: CpuFeatures, threads: int
+    shapes: frozenset[tuple[int, int]], dtype: torch.dtype, features: CpuFeatures, threads: int
 ) -> sympy.Expr:
     """Bytes in R of the largest of the products [a,R] @ [R,b] of weights' gradients, for up to R rows, each with its
     left factor as `undivided` leaves it.

@@ -15,13 +15,10 @@ from memfine_fx.fitting.answer import Question, answer
 from memfine_fx.fitting.recording import RecordedStep
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.fitting.shortened import Request, can_record_meanwhile, portable, recorded_meanwhile
-from memfine_fx.fitting.stack import Stack
 from memfine_fx.memory.region_bytes import ChunkSize
 from memfine_fx.memory.step import RunMemory, step_peak_bytes
 from tests.fitting.test_fit import config_of
 from tests.plan.deep_model import TOKENS, deep_model
-
-STACK = Stack("model.layers", 0, 1, 6)
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def recorded_here(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_process_that_fails_leaves_the_record_to_this_one(
     recorded_here: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = Request("no config", Setup(), Config(), STACK, 4)
+    request = Request("no config", Setup(), Config(), 1)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with recorded_meanwhile(request) as record:
         assert record() == "recorded here"
@@ -54,12 +51,12 @@ def test_a_process_that_writes_something_else_leaves_the_record_to_this_one(
     recorded_here: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/echo")  # it writes its arguments, and ends well
-    with recorded_meanwhile(Request("no config", Setup(), Config(), STACK, 4)) as record:
+    with recorded_meanwhile(Request("no config", Setup(), Config(), 1)) as record:
         assert record() == "recorded here"
 
 
 def test_what_cannot_be_pickled_is_recorded_here(recorded_here: list[Any]) -> None:
-    request = Request(lambda: None, Setup(), Config(), STACK, 4)
+    request = Request(lambda: None, Setup(), Config(), 1)
     assert not can_record_meanwhile(request.source)
     with recorded_meanwhile(request) as record:
         assert record() == "recorded here"
@@ -74,13 +71,13 @@ def test_an_error_here_ends_the_other_process(recorded_here: list[Any], monkeypa
         return processes[0]
 
     monkeypatch.setattr(shortened.subprocess, "Popen", started)
-    with pytest.raises(KeyError), recorded_meanwhile(Request("no config", Setup(), Config(), STACK, 4)):
+    with pytest.raises(KeyError), recorded_meanwhile(Request("no config", Setup(), Config(), 1)):
         raise KeyError
     assert processes[0].poll() is not None and not recorded_here
 
 
 def test_a_request_can_be_pickled() -> None:
-    request = Request(config_of(), Setup(targets=("q_proj",)), Config(), STACK, 4)
+    request = Request(config_of(), Setup(targets=("q_proj",)), Config(), 1)
     assert can_record_meanwhile(request.source) or len(shortened.os.sched_getaffinity(0)) == 1
     copied = pickle.loads(pickle.dumps(request))
     assert dataclasses.replace(copied, source=None) == dataclasses.replace(request, source=None)
@@ -92,9 +89,9 @@ def test_two_processes_answer_what_one_does(monkeypatch: pytest.MonkeyPatch) -> 
     config, setup, question = config_of(num_hidden_layers=6), Setup(1, 128, device="cuda"), Question("1GiB")
     alone = answer(config, setup, question, Config())
 
-    def fails(request: Request) -> object:
-        if request.repeats == 3:
-            return record(request)
+    def fails(request: Request, built: object = None) -> object:
+        if request.num_more == 0:
+            return record(request, built)
         raise AssertionError("the other process has failed")
 
     record = shortened.record_shortened

@@ -242,7 +242,7 @@ def test_products_cover_what_a_cpu_with_amx_took() -> None:
     features = features_of(PRODUCTS["instructions"])
     assert features.packs_bf16 and len(PRODUCTS["rows"]) == 200
     for threads, left, right, num_rows, measured in PRODUCTS["rows"]:
-        counted = gradient_blocks([(left, right)], torch.bfloat16, features, threads).subs(ROWS, num_rows)
+        counted = gradient_blocks(frozenset([(left, right)]), torch.bfloat16, features, threads).subs(ROWS, num_rows)
         assert measured <= counted <= 6 * measured + threads * (200 << 10), (threads, left, right, num_rows)
 
 
@@ -251,7 +251,7 @@ def test_products_elsewhere_need_none() -> None:
         gradient_scratch([(8, 8)], torch.float32, "cpu")
         == gradient_scratch([(8, 8)], torch.bfloat16, "cuda")
         == gradient_scratch([], torch.bfloat16, "cpu")
-        == gradient_blocks([(8, 8)], torch.bfloat16, CpuFeatures("none", False, False, False), 2)
+        == gradient_blocks(frozenset([(8, 8)]), torch.bfloat16, CpuFeatures("none", False, False, False), 2)
         == 0
     )
 
@@ -307,7 +307,7 @@ def test_a_measurement_beyond_the_formula_wins_and_is_warned_of_once(monkeypatch
     features = kernel_scratch.cpu_features()
     assert first >= 2 * forward_scratch(call, features, threads)
     assert second >= 2 * backward_scratch(call, features, threads)
-    formula = gradient_blocks([(64, 64)], torch.bfloat16, features, threads).subs(ROWS, 100)
+    formula = gradient_blocks(frozenset([(64, 64)]), torch.bfloat16, features, threads).subs(ROWS, 100)
     assert gradient_scratch([(64, 64)], torch.bfloat16, "cpu").subs(ROWS, 100) >= 2 * formula
 
 

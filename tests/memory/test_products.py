@@ -121,7 +121,7 @@ def test_a_gradient_is_not_divided(threads: int, rows: int, inner: int, columns:
     add()  # once its code is there
     gradient._written = [False]
     measured = trace_memory(add, torch.device("cpu"), collects_garbage=False).peak_bytes
-    known = gradient_blocks([(rows, columns)], torch.bfloat16, cpu_features(), threads).subs(ROWS, inner)
+    known = gradient_blocks(frozenset([(rows, columns)]), torch.bfloat16, cpu_features(), threads).subs(ROWS, inner)
     if IS_TRIED:
         assert measured <= known
     if IS_TRIED and columns <= 64 * (threads - 1):
@@ -157,7 +157,7 @@ def test_symbols_say_what_numbers_say(by_column: bool) -> None:
 
 @pytest.mark.parametrize("features", [NATIVE, CpuFeatures("native", True, True, True)], ids=["plain", "AMX"])
 def test_a_gradients_product_of_fewer_rows_takes_no_more(features: CpuFeatures) -> None:
-    expression = gradient_blocks([(1536, 512), (512, 768)], torch.bfloat16, features, 16)
+    expression = gradient_blocks(frozenset([(1536, 512), (512, 768)]), torch.bfloat16, features, 16)
     found = [int(expression.subs(ROWS, rows)) for rows in (1, 31, 32, 511, 512, 513, 700, 2047, 2048, 2049, 9000)]
     assert found == sorted(found)
 
