@@ -231,7 +231,8 @@ def _chunked(experts: torch.nn.Module, tensors: Mapping[str, Tensor], arguments:
         return "; ".join(refusals) or "no experts are found in it"
     # The rewritten graph itself: a call of `run` would count as a step of the layer.
     chunked = _outside_autocast(functools.partial(graph_module, *constants))
-    difference = _difference(experts, chunked, captured.live_regions(), tensors, arguments)
+    with session.diagnostics.timed("compare"):
+        difference = _difference(experts, chunked, captured.live_regions(), tensors, arguments)
     if difference:
         where = Where(source=_place_of(experts))
         details = f"in chunks it would differ from the eager loop of its class: {difference}"

@@ -26,7 +26,7 @@ def adapted(model: Any, setup: Setup) -> torch.nn.Module:
     """Return the model with adapters beside frozen weights, in 4 bits where the setup says so; weights may be meta.
 
     Raises:
-        ConfigError: the targets are no layers, or such that no adapter can be added to.
+        ConfigError: a target names nothing, or what no adapter can be added to.
         MissingPackage: PEFT or bitsandbytes is not installed.
     """
     peft = _package("peft", "LoRA adapters")
@@ -34,6 +34,9 @@ def adapted(model: Any, setup: Setup) -> torch.nn.Module:
     layers = [name for name in setup.targets if name not in weights]
     if weights and setup.train == "qlora":
         raise ConfigError(f"targets={weights}: PEFT adds adapters to expert weights only where these are not in 4 bits")
+    unknown = [name for name in layers if not any(_is_end_of(name, path) for path, _ in model.named_modules())]
+    if unknown and layers != ["all-linear"]:  # PEFT fails only where it finds none of them
+        raise ConfigError(f"targets={list(setup.targets)}: {unknown} name nothing here; {_targets_in_words(model)}")
     if setup.train == "qlora":
         _pack(model)
     others = {name: type(module).__name__ for name, module in model.named_modules() if _gives_something_else(module)}
@@ -59,15 +62,23 @@ def adapted(model: Any, setup: Setup) -> torch.nn.Module:
     return adapted_model
 
 
+def _targets_in_words(model: torch.nn.Module) -> str:
+    """Return the names that targets can have: of linear layers, and of expert weights with their module's."""
+    layers = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    weights = {f"{'.'.join(path.split('.')[-2:])}.{name}" for path, name in _paths_of_tables(model)}
+    return f"linear layers: {', '.join(sorted(layers))}; expert weights: {', '.join(sorted(weights)) or 'none'}"
+
+
 def _names_expert_weight(model: torch.nn.Module, name: str) -> bool:
     """Return whether a target is the end of a name of expert weights, and not of a layer's."""
-
-    def is_end_of(path: str) -> bool:
-        return path == name or path.endswith(f".{name}")
-
-    if any(is_end_of(path) for path, _ in model.named_modules()):
+    if any(_is_end_of(name, path) for path, _ in model.named_modules()):
         return False
-    return any(is_end_of(f"{path}.{parameter}") for path, parameter in _paths_of_tables(model))
+    return any(_is_end_of(name, f"{path}.{parameter}") for path, parameter in _paths_of_tables(model))
+
+
+def _is_end_of(name: str, path: str) -> bool:
+    """Return whether a path of modules ends in a name, as PEFT matches its targets."""
+    return path == name or path.endswith(f".{name}")
 
 
 def _paths_of_tables(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,7 @@ from memfine_fx.fitting.stack import Stack, find_stack, layer_lists
 from memfine_fx.fitting.stretch import fewest_repeats, has_all_alike, is_uniform
 from memfine_fx.plan.solve import largest
 from memfine_fx.progress import stages
-from memfine_fx.units import readable_bytes
+from memfine_fx.units import budget_text
 
 __all__ = ["Question", "analyse", "analysed_plainly", "answer", "report_of", "static_bytes", "with_setup"]
 
@@ -109,7 +109,7 @@ def answer(source: object, setup: Setup, question: Question, config: Config, *, 
     stages.info("building %s of fake tensors", _name(source))
     analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing, in_parallel=in_parallel)
     least = analysis.for_own_batch.total("least", setup.batch, setup.seq).num_bytes
-    stages.info("%s are the smallest budget; searching the largest sizes that fit", readable_bytes(least))
+    stages.info("%s is the smallest budget; searching the largest sizes that fit", budget_text(least))
     report = report_of(source, analysis, how, question)
     if question.compares:
         stages.info("recording the same step without memfine_fx")

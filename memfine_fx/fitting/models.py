@@ -17,6 +17,7 @@ from memfine_fx.compat.tensors import FakeTensorMode
 from memfine_fx.errors import ConfigError, MissingPackage
 from memfine_fx.fitting.adapters import adapted
 from memfine_fx.fitting.setup import DTYPES, Setup
+from memfine_fx.progress import stages
 
 __all__ = ["expert_tensors", "fake_model", "held_tensors", "loaded_config", "num_parameters", "real_model"]
 
@@ -54,6 +55,7 @@ def loaded_config(source: object) -> Any:
     if str(source) in known:
         return known[str(source)]()
     auto: Any = transformers.AutoConfig
+    stages.info("asking the Hugging Face Hub for the config of %s, unless it is cached", source)
     try:
         return auto.from_pretrained(str(source), trust_remote_code=False)  # else it asks on the terminal
     except (OSError, ValueError, KeyError) as error:

@@ -132,7 +132,7 @@ class Report:
                 reasons.setdefault(region.not_compared_with_code, []).append(region.where.module or str(region.where))
         lines = [f"  not compared with your code: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
         if self.comparison_seconds:
-            lines.append(f"  layers compared with your code, run eagerly, in {self.comparison_seconds:.1f} s")
+            lines.append(f"  layers compared with your code, run eagerly, in {self.comparison_seconds:.2g} s")
         return lines
 
     def picture(self, number: int = 0) -> str:

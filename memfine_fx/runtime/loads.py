@@ -31,7 +31,8 @@ class Imbalance:
     num_calls: int
 
     def __str__(self) -> str:
-        return f"p50 {self.p50:.2f} p95 {self.p95:.2f} max {self.largest:.2f} over {self.num_calls} calls"
+        calls = "1 call" if self.num_calls == 1 else f"{self.num_calls} calls"
+        return f"p50 {self.p50:.2f} p95 {self.p95:.2f} max {self.largest:.2f} over {calls}"
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,10 @@ def test_a_router_that_is_a_linear_layer_by_its_class_gets_no_adapter() -> None:
 
 
 def test_targets_that_are_no_layers_are_named() -> None:
-    with pytest.raises(ConfigError, match="no_such_proj"):
+    with pytest.raises(ConfigError, match=r"\['no_such_proj'\] name nothing here; linear layers: k_proj, .*q_proj.*; "):
         real_model(config_of(), setup_of("lora", targets=("no_such_proj",)))
+    with pytest.raises(ConfigError, match=r"expert weights: mlp\.experts\.down_proj, mlp\.experts\.gate_up_proj$"):
+        real_model(config_of(), setup_of("lora", targets=("q_porj", "mlp.experts.down_proj")))
 
 
 EXPERT_WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
