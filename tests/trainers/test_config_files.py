@@ -104,6 +104,19 @@ def test_llama_factory_by_its_command_line(folder: Path, tuned: tuple[str, ...])
     compare(folder, ["-c", script], *LLAMA_FACTORY, *tuned, tolerance=2e-2 if "bf16: true" in tuned else 2e-3)
 
 
+def test_llama_factory_by_the_experts_of_the_models_config(folder: Path) -> None:
+    """LLaMA-Factory has no key for the experts' function; transformers reads it from the model's config.json."""
+    _has("llamafactory")
+    script = "import sys; from llamafactory.cli import main; sys.argv = ['', 'train', 'run.yaml']; main()"
+    plain, _, printed = run(folder, ["-c", script], *LLAMA_FACTORY, "finetuning_type: full")
+    assert "memfine_fx.passes] graph" not in printed
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"experts_implementation": "memfine"}))
+    ours, _, printed = run(folder, ["-c", script], *LLAMA_FACTORY, "finetuning_type: full")
+    assert "graph 1: chunked" in printed
+    assert ours == pytest.approx(plain, abs=2e-3)
+
+
 def _has(package: str, major: int = 0) -> None:
     try:
         installed = importlib.metadata.version(package)
