@@ -21,7 +21,7 @@ from torch import fx
 
 from memfine_fx.compat.autograd import enable_python_dispatcher, without_autocast
 from memfine_fx.compat.tensors import FakeTensor, FakeTensorMode, tree_map
-from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, static_size, tensor_of
+from memfine_fx.passes.dataflow import Dataflow, is_only_asserted, node_value, same_size, static_size, tensor_of
 from memfine_fx.records import Cut, MoERegion
 
 __all__ = ["Call", "erase_with_users", "lower_region", "recording"]
@@ -144,10 +144,12 @@ def _routing_weight(call: Call, region: MoERegion, index: fx.Node) -> fx.Node | 
 
 
 def _shaped_as(call: Call, rows: fx.Node, exit_node: fx.Node, tokens: fx.Node) -> fx.Node:
-    """[T,H] in the shape of what it replaces, [B,S,H] with the sizes of `tokens`."""
+    """[T,H] in the shape of what it replaces: [T,1,H], or [B,S,H] with the sizes of `tokens`."""
     value, own = tensor_of(exit_node), tensor_of(rows)
     if value.ndim == own.ndim:
         return rows
+    if value.ndim == 3 and same_size(value.shape[1], 1):
+        return call(torch.unsqueeze, rows, 1)
     sizes = [call(torch.ops.aten.sym_size.int, tokens, dim) for dim in range(value.ndim - 1)]
     return call(torch.reshape, rows, (*sizes, own.shape[-1]))
 

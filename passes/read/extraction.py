@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import provenance, static_size, tensor_of, written_node
+from memfine_fx.passes.dataflow import provenance, same_size, static_size, tensor_of, written_node
 from memfine_fx.passes.ops import MATMULS, name_of
 from memfine_fx.passes.read.dropped import insert_ids
 from memfine_fx.passes.read.expressions import Expressions, Input, Param, RowsDiffer
@@ -49,7 +49,7 @@ def region_of_rows(reader: Reader, found: Exit) -> MoERegion:
     hidden, out = tensor_of(inputs.hidden), tensor_of(written_node(found.node))
     if hidden.ndim not in (2, num_token_dims + 1):
         raise CannotChunk(Reason.UNREADABLE, f"tokens of shape {tuple(hidden.shape)}; expected [T,H]", inputs.hidden)
-    if out.ndim not in (2, num_token_dims + 1):
+    if out.ndim not in (2, num_token_dims + 1) and not (out.ndim == 3 and same_size(out.shape[1], 1)):
         raise CannotChunk(
             Reason.RESULTS_APART, "the exit holds rows of several dimensions, not yet one vector a token", found.node
         )

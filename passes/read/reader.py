@@ -310,10 +310,10 @@ class Reader(Roles):
         return labels.groups[-1:] == ("e",) and self.is_all_tokens(labels.without(labels.num_dims - 1))
 
     def _is_one_vector_a_token(self, tensor: torch.Tensor) -> bool:
-        """Whether combined tokens are [T,H] or [B,S,H] now, without a dimension of one in between."""
-        # A region gives [T,H]; with a dimension of one in between, more is still to be undone.
+        """Whether combined tokens are [T,H], [B,S,H] or [T,1,H] (as of a bmm) now."""
         tokens, shape = self.frame.token_shape, [self.known_size(size) for size in tensor.shape]
-        is_flat = tensor.ndim == 2 and same_size(shape[0], self.frame.num_tokens)
+        has_one = tensor.ndim == 3 and same_size(shape[1], 1)
+        is_flat = (tensor.ndim == 2 or has_one) and same_size(shape[0], self.frame.num_tokens)
         return is_flat or (tensor.ndim == len(tokens) + 1 and all(map(same_size, shape, tokens)))
 
     def _ends_here(self, value: Rows, tensor: torch.Tensor, node: fx.Node) -> bool:

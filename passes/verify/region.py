@@ -249,7 +249,7 @@ def _translated(region: MoERegion, env: dict[fx.Node, Any]) -> MoERegion:
             return replace(value, **fields)
         return value
 
-    translated = translate(region)
+    translated = translate(replace(region, seed=None))  # a router is no part of the outline
     assert isinstance(translated, MoERegion)
     return translated
 

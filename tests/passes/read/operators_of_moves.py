@@ -119,7 +119,6 @@ MOVES_AND_SHAPES: Database = {
         claims(Ids, lambda r: r.index.unsqueeze(0)),
         claims(Mask, lambda r: (r.index == 1).unsqueeze(-1)),
         claims(Fill, lambda r: torch.zeros_like(r.gates).unsqueeze(1) + masks(r)),
-        claims(Combined, lambda r: combined(r).unsqueeze(2)),
     ],
     aten.squeeze.dim: [
         claims(Rows, lambda r: sorted_rows(r).unsqueeze(1).squeeze(1)),
