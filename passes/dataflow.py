@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import fx
 
+from memfine_fx import errors
 from memfine_fx.compat.operators import OpOverload, schema_arguments
 from memfine_fx.compat.tensors import storage_id, tree_leaves
 from memfine_fx.errors import CannotChunk
@@ -42,7 +43,11 @@ __all__ = [
     "written_node",
 ]
 
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OTHER_CODE = (
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    os.path.join(os.path.dirname(errors.__file__), "capture", ""),
+)
+"""Folders of code that is traced and is no model's: torch, and the helpers of rewritten loops."""
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
     for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
@@ -188,7 +193,7 @@ def provenance(node: fx.Node) -> Where:
         module = entry[0] if isinstance(entry, tuple) else str(entry)
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     places = [_file_and_line(line) for line in trace.splitlines() if "File " in line]
-    written = [place for place in places if not place.startswith(_TORCH_FOLDER)] or places
+    written = [place for place in places if not place.startswith(_OTHER_CODE)] or places
     return Where(module=clean_module_path(module), source=written[-1] if written else "")
 
 

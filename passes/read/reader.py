@@ -154,7 +154,7 @@ class Reader(Roles):
         except RowsDiffer:
             raise
         except CannotChunk as refusal:
-            self._set_all(node, self._unknown(refusal, self._operand_values(node)))
+            self._set_all(node, self._unknown(refusal.placed(node), self._operand_values(node)))
             return
         self._settle(node)
 
@@ -357,7 +357,7 @@ class Reader(Roles):
         except RowsDiffer:
             raise
         except CannotChunk as refusal:
-            result = self._unknown(refusal, tree_leaves((args, kwargs)), call.target)
+            result = self._unknown(refusal.placed(call.node), tree_leaves((args, kwargs)), call.target)
         self._give(call.out, result)
 
     def _evaluated(self, call: Call, args: Any, kwargs: Any) -> Any:

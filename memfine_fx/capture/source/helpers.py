@@ -21,6 +21,7 @@ from memfine_fx.compat.effects import (
     graph_being_traced,
     has_caller,
     is_same_value,
+    line_being_traced,
     local_value,
     module_being_traced,
 )
@@ -286,4 +287,5 @@ def _check_same(context: Any) -> None:
 
 def _unproved(context: Any, what: str) -> GuardRefused:
     where = local_value(context, "body").as_python_constant()[1]
-    return GuardRefused(f"{what}, in a body that is skipped", where, module_being_traced(context))
+    place = line_being_traced(context, _CALLER)
+    return GuardRefused(f"{what}, in a body that is skipped ({place})", where, module_being_traced(context))
