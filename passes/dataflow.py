@@ -25,11 +25,13 @@ from memfine_fx.passes.ops import RESHAPES, TRANSPOSES, VIEWS, name_of, target_n
 from memfine_fx.records import Refusal, Where
 
 __all__ = [
+    "BREAK",
     "Dataflow",
     "clean_module_path",
     "computed_from",
     "has_unbacked_rows",
     "has_unbacked_shape",
+    "in_code",
     "is_float_tensor",
     "is_int_tensor",
     "is_only_asserted",
@@ -54,6 +56,11 @@ _INPLACE_OPERATORS = frozenset(
 )
 
 _KEYWORD_OPERATORS = frozenset({operator.and_, operator.or_, operator.not_})  # named so because of Python's keywords
+
+
+BREAK = "memfine_break"
+"""Key of the meta of a graph's output: the stack of the line that Dynamo leaves out behind the graph, or ""; only there
+where it breaks the graph."""
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor:
@@ -185,13 +192,18 @@ def _is_basic(index: object) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
 
 
+def in_code(user: fx.Node, node: fx.Node) -> fx.Node:
+    """Return the user of a node, or the node where the user is the graph's end and stands at no line of the code."""
+    return node if user.op == "output" and not user.meta.get(BREAK) else user
+
+
 def provenance(node: fx.Node) -> Where:
     """Module path and source line of a node, as far as the trace has them."""
     stack = node.meta.get("nn_module_stack") or {}
     module = ""
     for entry in stack.values():
         module = entry[0] if isinstance(entry, tuple) else str(entry)
-    trace = node.meta.get("stack_trace") or node.stack_trace or ""
+    trace = node.meta.get("stack_trace") or node.stack_trace or node.meta.get(BREAK, "")
     places = [_file_and_line(line) for line in trace.splitlines() if "File " in line]
     written = [place for place in places if not place.startswith(_OTHER_CODE)] or places
     return Where(module=clean_module_path(module), source=written[-1] if written else "")

@@ -23,8 +23,8 @@ __all__ = [
     "graph_being_traced",
     "has_caller",
     "is_same_value",
-    "local_value",
     "line_being_traced",
+    "local_value",
     "module_being_traced",
     "python_operator",
 ]

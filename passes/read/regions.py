@@ -161,15 +161,17 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     """
     later = {other for other in body.flow.descendants([seed]) & body.seeds if not is_given(other)}
     refused: _Refused | None = None
+    obstacles: list[CannotChunk | None] = []
     frames = frames_of(seed, body.flow)
     for frame in frames:  # grows while it is walked
         if frame.index in taken:
             return None  # two decisions, put together, are one index
         try:
-            reading = _reading(body, frame, later, frames)
+            reading = _reading(body, frame, later, frames, obstacles)
             # Group-limited routers choose groups first, and then experts among them.
             if reading is None and later:  # the next decision may be the same router's, of the same experts
-                reading = _reading(body, frame, later - {min(later, key=body.flow.position.__getitem__)}, frames)
+                first = min(later, key=body.flow.position.__getitem__)
+                reading = _reading(body, frame, later - {first}, frames, obstacles)
         except _Refused as stopped:
             refused = refused or stopped
             continue
@@ -185,11 +187,13 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
         return body.refuses(seed, refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
-    return unmatched_router(body.flow, seed)
+    return unmatched_router(body.flow, seed, next(filter(None, obstacles), None))
 
 
-def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> MoERegion | None:
-    """The region of one frame; None where it leads to no experts.
+def _reading(
+    body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame], obstacles: list[CannotChunk | None]
+) -> MoERegion | None:
+    """The region of one frame; None where it leads to no experts, and then `obstacles` grow by why it does not.
 
     It is read again where results of experts were taken for tokens, and where tables that are computed cannot be
     followed expert by expert.
@@ -207,11 +211,12 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
                 why = expanded or reader.why_expanded
                 return replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
             if reader.has_computed_tables:
-                expanded = str((reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0])
+                expanded = str((reader.refusals or [reader.apart()])[0])
                 continue
             _add_frames(body, frame, reader, frames)
             if _expert_nodes(body, reader):
-                raise (reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0]
+                raise reader.refusals[0] if reader.refusals else reader.obstacle() or reader.apart()
+            obstacles.append(reader.obstacle())
             return None
         except RowsDiffer as differ:
             more = forced | _between(body.flow, differ.leaves)
@@ -224,15 +229,13 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
                 continue
             _add_frames(body, frame, reader, frames)
             if isinstance(refusal, NoExperts) and not _expert_nodes(body, reader):
+                obstacles.append(reader.obstacle())
                 return None
             raise _Refused(refusal, _where(body, reader)) from refusal
     raise _Refused(
         CannotChunk(Reason.ROWS_NOT_FOLLOWED, "experts take their rows from results of each other", frame.index),
         frame.index,
     )
-
-
-_APART = "the experts' results do not meet in one [T,H] tensor"
 
 
 def _add_frames(body: _Body, frame: Frame, reader: Reader, frames: list[Frame]) -> None:

@@ -18,6 +18,7 @@ from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import (
     Dataflow,
     computed_from,
+    in_code,
     is_float_tensor,
     is_only_asserted,
     node_value,
@@ -92,13 +93,8 @@ def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) ->
             raise CannotChunk(
                 Reason.ROWS_LEAVE,
                 f"routed rows are also used outside the region, by {outside_users[0]}",
-                _of_code(outside_users[0], node),
+                in_code(outside_users[0], node),
             )
-
-
-def _of_code(user: fx.Node, node: fx.Node) -> fx.Node:
-    """The user of a node, or the node itself where the graph returns it, which is no line of the model's code."""
-    return node if user.op == "output" else user
 
 
 def _check_assertions(cut: Cut, inside: set[fx.Node]) -> None:
@@ -188,7 +184,7 @@ def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> No
             raise CannotChunk(
                 Reason.RESULTS_APART,
                 "another view of the combined output is read after the experts",
-                _of_code(late[0], alias),
+                in_code(late[0], alias),
             )
     roots = {flow.root(node) for node in inside}
     for mutation, targets in flow.mutations.items():
