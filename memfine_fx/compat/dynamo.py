@@ -144,7 +144,7 @@ _places: dict[str, str] = {}
 
 def last_failure(file: str) -> str:
     """Return the "file:line" at which Dynamo gave up last on a frame of a file's code; "" where it does not say."""
-    return next((place for _, place in reversed(list(_failures(file)))), "") if GRAPH_BREAKS.holds() else ""
+    return next((place for _, place in reversed(list(_failures(file)))), "")
 
 
 def _failures(file: str) -> Iterator[tuple[str, str]]:
@@ -197,12 +197,20 @@ def _check_seen_backends() -> None:
 
 def _check_graph_breaks() -> None:
     def breaks(value: torch.Tensor) -> torch.Tensor:
+        value = value + 1
         torch._dynamo.graph_break(msg="asked by memfine_fx")
         return value
 
+    stacks: list[str | None] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        stacks.append(break_behind(graph_module))
+        return graph_module.forward
+
     counters = _utils().counters
     before = counters["frames"]["total"]
-    torch.compile(breaks, backend="eager")(torch.zeros(1))
+    torch.compile(breaks, backend=backend)(torch.zeros(1))
+    _forget_backend(backend)
     reasons = [
         (kind, key)
         for kind in ("unimplemented", "graph_break")
@@ -214,6 +222,10 @@ def _check_graph_breaks() -> None:
     listed = _utils().graph_break_reasons
     listed[:] = [reason for reason in listed if "asked by memfine_fx" not in reason.reason]
     expect(bool(reasons) and counters["frames"]["total"] > before, "a graph break is not counted")
+    expect(any(stacks), "a graph does not say where it was broken")
+    failing = ("co_filename", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno")
+    metrics = _utils().get_compilation_metrics()
+    expect(bool(metrics) and all(hasattr(metrics[-1], name) for name in failing), "failures have no place")
 
 
 GRAPH_BREAKS = Feature(

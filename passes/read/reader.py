@@ -397,6 +397,8 @@ class Reader(Roles):
             raise
         except CannotChunk as refusal:
             result = self._unknown(refusal.placed(call.node), tree_leaves((args, kwargs)), call.target)
+        if getattr(result, "fill_value", 0) != 0 and any(map(_has_zeros, tree_leaves((args, kwargs)))):
+            self.without_zeros.append(call.node)
         self._give(call.out, result)
 
     def _evaluated(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -457,6 +459,11 @@ class Reader(Roles):
             self._values[id(tensor)] = known
         assert known is not None
         return known[1]
+
+
+def _has_zeros(value: Any) -> bool:
+    """Whether entries of experts that a token did not choose are zero."""
+    return isinstance(value, Rows) and value.labels.is_dense and value.fill_value == 0
 
 
 _SHAPES_ONLY = LIKE_FACTORIES - {"rand_like", "randn_like", "randint_like"}

@@ -221,7 +221,7 @@ def _reading(
         except RowsDiffer as differ:
             more = forced | _between(body.flow, differ.leaves)
             if more == forced:
-                raise _Refused(differ, _where(body, reader)) from differ
+                raise _Refused(_where_rows_meet(body, reader, differ), _where(body, reader)) from differ
             forced = more
         except CannotChunk as refusal:
             if reader.has_computed_tables:
@@ -285,6 +285,17 @@ def _is_bias_or_dropout(user: fx.Node, results: fx.Node) -> bool:
 
 
 _PICKS = LOOKUPS | {"index_add", "scatter_add"}
+
+
+def _where_rows_meet(body: _Body, reader: Reader, differ: RowsDiffer) -> CannotChunk:
+    """The refusal of rows of several tensors: at one of them that no rule followed, else at the first call that reads
+    more than one of them, which may be far in front of the combine."""
+    for leaf in sorted(differ.leaves, key=body.flow.position.__getitem__):
+        if leaf in reader.left_outside:
+            return reader.left_outside[leaf]
+    behind = [body.flow.descendants([leaf]) for leaf in differ.leaves]
+    both = (node for node in reader.ran if all(node in nodes for nodes in behind))
+    return CannotChunk(differ.reason, differ.details, min(both, key=body.flow.position.__getitem__, default=differ.at))
 
 
 def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:
