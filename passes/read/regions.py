@@ -295,7 +295,7 @@ def _where_rows_meet(body: _Body, reader: Reader, differ: RowsDiffer) -> CannotC
             return reader.left_outside[leaf]
     behind = [body.flow.descendants([leaf]) for leaf in differ.leaves]
     both = (node for node in reader.ran if all(node in nodes for nodes in behind))
-    return CannotChunk(differ.reason, differ.details, min(both, key=body.flow.position.__getitem__, default=differ.at))
+    return RowsDiffer(differ.leaves, min(both, key=body.flow.position.__getitem__, default=differ.at))
 
 
 def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:
