@@ -288,11 +288,10 @@ _PICKS = LOOKUPS | {"index_add", "scatter_add"}
 
 
 def _where_rows_meet(body: _Body, reader: Reader, differ: RowsDiffer) -> CannotChunk:
-    """The refusal of rows of several tensors: at one of them that no rule followed, else at the first call that reads
-    more than one of them, which may be far in front of the combine."""
-    for leaf in sorted(differ.leaves, key=body.flow.position.__getitem__):
-        if leaf in reader.left_outside:
-            return reader.left_outside[leaf]
+    """The refusal of rows of several tensors: why none of them was followed, or else the first call that reads more
+    than one of them, which may be far in front of the combine."""
+    if all(leaf in reader.left_outside for leaf in differ.leaves):
+        return reader.left_outside[min(differ.leaves, key=body.flow.position.__getitem__)]
     behind = [body.flow.descendants([leaf]) for leaf in differ.leaves]
     both = (node for node in reader.ran if all(node in nodes for nodes in behind))
     return RowsDiffer(differ.leaves, min(both, key=body.flow.position.__getitem__, default=differ.at))

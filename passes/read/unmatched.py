@@ -55,7 +55,7 @@ def unmatched_router(flow: Dataflow, seed: fx.Node, obstacle: CannotChunk | None
     output = flow.graph.output_node()
     end = in_code(output, seed)
     are_made_to_leave = any(map(_is_output, _integers_of(flow, seed)))
-    made = f"{name}: what is made of its indices leaves the captured graph (a graph break before the experts?)"
+    left_behind = f"{name}: what is made of its indices leaves the captured graph (a graph break before the experts?)"
 
     def refused(reason: Reason, message: str, at: object | None = seed) -> Refusal:
         return refusal_of(provenance(seed), CannotChunk(reason, message, at))
@@ -64,7 +64,7 @@ def unmatched_router(flow: Dataflow, seed: fx.Node, obstacle: CannotChunk | None
         message = f"{name}: its indices leave the captured graph (a graph break before the experts?)"
         return refused(Reason.GRAPH_BREAK, message, end)
     if are_made_to_leave and BREAK in output.meta:  # what reads them behind the break says what they choose
-        return refused(Reason.GRAPH_BREAK, made, end)
+        return refused(Reason.GRAPH_BREAK, left_behind, end)
     if any(map(_is_of_vectors, picks)):
         return refused(Reason.EXPERTS_ARE_VECTORS, f"{name}: its experts are rows of a table, which is not raised")
     if any(map(_is_of_activations, picks)):
@@ -77,7 +77,7 @@ def unmatched_router(flow: Dataflow, seed: fx.Node, obstacle: CannotChunk | None
             f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet",
         )
     if are_made_to_leave:
-        return refused(Reason.GRAPH_BREAK, made)
+        return refused(Reason.GRAPH_BREAK, left_behind)
     why, at = ("", seed) if obstacle is None else (f", as far as it is followed: {obstacle.details}", obstacle.at)
     return refused(Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it{why}", at)
 
