@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from memfine_fx.compat.dynamo import break_behind
 from memfine_fx.compiler.captured_graph import CapturedGraph
 from memfine_fx.compiler.heads import lower_heads, plan_heads
 from memfine_fx.compiler.logs import dump_graph, log_regions, observed_passes
@@ -21,7 +20,6 @@ from memfine_fx.compiler.regions import lower_regions, plan_regions
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.verifier import verify_graph
 from memfine_fx.errors import MemfineError
-from memfine_fx.passes.dataflow import BREAK
 from memfine_fx.passes.modes import called_bodies
 from memfine_fx.runtime.returned import attaching
 
@@ -55,9 +53,6 @@ def _compile(
 ) -> Callable[..., Any]:
     config = session.config
     dump_graph(graph_module, session, "captured")
-    stack = break_behind(graph_module)
-    if stack is not None:
-        graph_module.graph.output_node().meta[BREAK] = stack
     instead = session.observer.on_capture(graph_module, example_inputs, session, record)
     if instead is not None:
         return instead
