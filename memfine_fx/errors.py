@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Self
 
 from memfine_fx.units import budget_text, readable_bytes
 
@@ -185,10 +186,19 @@ class CannotChunk(MemfineError):
     """
 
     def __init__(self, reason: Reason, details: str, node: object | None = None) -> None:
+        super().__init__(details)
         self.reason = reason
         self.details = details
         self.at, self.node = node, None if node is None else str(node)
-        super().__init__(details if node is None else f"{details} [at {node}]")
+
+    def __str__(self) -> str:
+        return self.details if self.node is None else f"{self.details} [at {self.node}]"
+
+    def placed(self, node: object) -> Self:
+        """Set the graph node where the proof stopped, if none is known yet, and return the exception."""
+        if self.at is None:
+            self.at, self.node = node, str(node)
+        return self
 
 
 class LeftoverShapes(MemfineError):

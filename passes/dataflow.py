@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import fx
 
+from memfine_fx import errors
 from memfine_fx.compat.operators import OpOverload, schema_arguments
 from memfine_fx.compat.tensors import storage_id, tree_leaves
 from memfine_fx.errors import CannotChunk
@@ -24,11 +25,13 @@ from memfine_fx.passes.ops import RESHAPES, TRANSPOSES, VIEWS, name_of, target_n
 from memfine_fx.records import Refusal, Where
 
 __all__ = [
+    "BREAK",
     "Dataflow",
     "clean_module_path",
     "computed_from",
     "has_unbacked_rows",
     "has_unbacked_shape",
+    "in_code",
     "is_float_tensor",
     "is_int_tensor",
     "is_only_asserted",
@@ -42,13 +45,22 @@ __all__ = [
     "written_node",
 ]
 
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OTHER_CODE = (
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    os.path.join(os.path.dirname(errors.__file__), "capture", ""),
+)
+"""Folders of code that is traced and is no model's: torch, and the helpers of rewritten loops."""
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, name)
     for name in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 )
 
 _KEYWORD_OPERATORS = frozenset({operator.and_, operator.or_, operator.not_})  # named so because of Python's keywords
+
+
+BREAK = "memfine_break"
+"""Key of the meta of a graph's output: the stack of the line that Dynamo leaves out behind the graph, or ""; only there
+where it breaks the graph."""
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor:
@@ -180,15 +192,20 @@ def _is_basic(index: object) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
 
 
+def in_code(user: fx.Node, node: fx.Node) -> fx.Node:
+    """Return the user of a node, or the node where the user is the graph's end and stands at no line of the code."""
+    return node if user.op == "output" and not user.meta.get(BREAK) else user
+
+
 def provenance(node: fx.Node) -> Where:
     """Module path and source line of a node, as far as the trace has them."""
     stack = node.meta.get("nn_module_stack") or {}
     module = ""
     for entry in stack.values():
         module = entry[0] if isinstance(entry, tuple) else str(entry)
-    trace = node.meta.get("stack_trace") or node.stack_trace or ""
+    trace = node.meta.get("stack_trace") or node.stack_trace or node.meta.get(BREAK, "")
     places = [_file_and_line(line) for line in trace.splitlines() if "File " in line]
-    written = [place for place in places if not place.startswith(_TORCH_FOLDER)] or places
+    written = [place for place in places if not place.startswith(_OTHER_CODE)] or places
     return Where(module=clean_module_path(module), source=written[-1] if written else "")
 
 

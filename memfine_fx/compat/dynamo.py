@@ -6,9 +6,10 @@ import contextlib
 import importlib
 import inspect
 import re
+import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -20,11 +21,13 @@ __all__ = [
     "GRAPH_BREAKS",
     "RECORDS",
     "SEEN_BACKENDS",
+    "break_behind",
     "capturing_more",
     "check_mode_switches",
     "compile_failures",
     "forget_backend_after",
     "graph_breaks",
+    "last_failure",
     "mode_switch",
     "num_frames",
     "plain_compiler",
@@ -108,10 +111,48 @@ def graph_breaks() -> Counter[str]:
         for text, count in _utils().counters[kind].items():
             skipped = _SKIPPED.search(text)
             if skipped is not None:  # such a frame has no graph, and is in no other list
-                breaks[f"{_brief(text)} in {skipped[1]} at {skipped[2]}:{skipped[3]}"] += count
+                breaks[f"{_brief(text)} in {skipped[1]} at {_given_up_at(text, skipped)}"] += count
             elif text not in has_place:
                 breaks[_brief(text)] += count
     return breaks
+
+
+def break_behind(graph_module: torch.nn.Module) -> str | None:
+    """Return the stack of the user's code, as text, at whose end Dynamo broke the graph; None where it did not.
+
+    Returns:
+        "" for a break that flags of an attempt would have avoided, or that Dynamo does not place.
+    """
+    reason: Any = getattr(graph_module, "compile_subgraph_reason", None)
+    if not getattr(reason, "graph_break", False):
+        return None
+    is_avoided = any(flag in reason.reason for flag in CAPTURE_FLAGS.values)
+    return "" if is_avoided else "".join(traceback.format_list(reason.user_stack or []))
+
+
+def _given_up_at(text: str, skipped: re.Match[str]) -> str:
+    """Return the "file:line" at which Dynamo gave up on a frame; that of its function where it does not say."""
+    for reason, place in _failures(skipped[2]):
+        if reason.startswith(text):
+            _places.setdefault(text, place)
+    return _places.get(text, f"{skipped[2]}:{skipped[3]}")
+
+
+_places: dict[str, str] = {}
+"""Where Dynamo gave up, by its reason: it forgets its metrics of earlier compilations."""
+
+
+def last_failure(file: str) -> str:
+    """Return the "file:line" at which Dynamo gave up last on a frame of a file's code; "" where it does not say."""
+    return next((place for _, place in reversed(list(_failures(file)))), "")
+
+
+def _failures(file: str) -> Iterator[tuple[str, str]]:
+    """Yield why and at which "file:line" compilations of a file's code failed lately, in their order."""
+    for metrics in getattr(_utils(), "get_compilation_metrics", tuple)():
+        line = getattr(metrics, "fail_user_frame_lineno", None)
+        if line and metrics.co_filename == file:
+            yield str(metrics.fail_reason), f"{metrics.fail_user_frame_filename}:{line}"
 
 
 def _brief(reason: str) -> str:
@@ -156,12 +197,20 @@ def _check_seen_backends() -> None:
 
 def _check_graph_breaks() -> None:
     def breaks(value: torch.Tensor) -> torch.Tensor:
+        value = value + 1
         torch._dynamo.graph_break(msg="asked by memfine_fx")
         return value
 
+    stacks: list[str | None] = []
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        stacks.append(break_behind(graph_module))
+        return graph_module.forward
+
     counters = _utils().counters
     before = counters["frames"]["total"]
-    torch.compile(breaks, backend="eager")(torch.zeros(1))
+    torch.compile(breaks, backend=backend)(torch.zeros(1))
+    _forget_backend(backend)
     reasons = [
         (kind, key)
         for kind in ("unimplemented", "graph_break")
@@ -173,6 +222,10 @@ def _check_graph_breaks() -> None:
     listed = _utils().graph_break_reasons
     listed[:] = [reason for reason in listed if "asked by memfine_fx" not in reason.reason]
     expect(bool(reasons) and counters["frames"]["total"] > before, "a graph break is not counted")
+    expect(any(stacks), "a graph does not say where it was broken")
+    failing = ("co_filename", "fail_reason", "fail_user_frame_filename", "fail_user_frame_lineno")
+    metrics = _utils().get_compilation_metrics()
+    expect(bool(metrics) and all(hasattr(metrics[-1], name) for name in failing), "failures have no place")
 
 
 GRAPH_BREAKS = Feature(

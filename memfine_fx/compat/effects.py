@@ -23,6 +23,7 @@ __all__ = [
     "graph_being_traced",
     "has_caller",
     "is_same_value",
+    "line_being_traced",
     "local_value",
     "module_being_traced",
     "python_operator",
@@ -262,6 +263,12 @@ def module_being_traced(context: Any) -> str:
     """Return the path of the module whose code is traced, as nodes of the graph have it; "" where there is none."""
     stack = list(_frame(context, 0).nn_module_stack.values())
     return str(stack[-1][0]) if stack else ""
+
+
+def line_being_traced(context: Any, depth: int) -> str:
+    """Return the place "file:line" of the code that is traced in the frame `depth` calls above the one that asks."""
+    frame = _frame(context, depth)
+    return f"{frame.f_code.co_filename}:{frame.lineno}"
 
 
 def _frame(context: Any, depth: int) -> Any:

@@ -12,7 +12,7 @@ from torch import fx
 
 from memfine_fx import progress
 from memfine_fx.compat.chunking import can_chunk
-from memfine_fx.compat.dynamo import plain_compiler
+from memfine_fx.compat.dynamo import break_behind, plain_compiler
 from memfine_fx.compat.interpreter import compiled_call
 from memfine_fx.compiler.session import Session
 from memfine_fx.compiler.sessions import open_session
@@ -67,7 +67,11 @@ def compile_in_session(
         return plain
     from memfine_fx.compiler.logs import said_to_compile, warn_without_regions
     from memfine_fx.compiler.pipeline import compile_graph
+    from memfine_fx.passes.dataflow import BREAK
 
+    stack = break_behind(graph_module)
+    if stack is not None:
+        graph_module.graph.output_node().meta[BREAK] = stack
     call = None if session.holds_compiled else compiled_call()
     if call is not None and call.model is not None:
         session.models.add(call.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import posixpath
 import warnings
@@ -214,7 +215,10 @@ def _regions_in_models(session: Session, *, has_run: bool) -> list[RegionReport]
     explained = {report.where.module for report in reports}
     for modules, paths in zip(models, layers, strict=True) if has_run else ():
         looks = [*paths, *(path for path, module in modules.items() if type(module) in kinds)]
-        reports += map(outcome_report, _unread_layers(modules, looks, paths, graphs, explained))
+        unread = _unread_layers(modules, looks, paths, graphs, explained)
+        breaks = session.diagnostics.graph_breaks
+        for path, refusal in unread.items():
+            reports.append(outcome_report(replace(refusal, obstacle=_break_in(modules[path], breaks))))
     return reports
 
 
@@ -264,8 +268,8 @@ def _unread_layers(
     layers: Collection[str],
     graphs: Sequence[frozenset[int]],
     explained: Collection[str],
-) -> list[Refusal]:
-    """Return refusals of layers that no graph reads, or that no graph reads whole.
+) -> dict[str, Refusal]:
+    """Return refusals of layers that no graph reads, or that no graph reads whole, by path.
 
     Args:
         modules: of a model, by path.
@@ -277,7 +281,7 @@ def _unread_layers(
     model, read = modules[""], frozenset[int]().union(*graphs)
     # What FSDP2 gathers for a layer's call is no parameter of the model.
     if any(map(is_sharded, model.parameters())) or (read and not _reads(read, model)):
-        return []
+        return {}
     unread: dict[str, Refusal] = {}
     reported = [frozenset(map(id, modules[path].parameters())) for path in explained if path in modules]
     for path in dict.fromkeys(candidates):
@@ -290,7 +294,21 @@ def _unread_layers(
             details = "no compiled graph reads all of its parameters, and none that reads some holds its routing"
             unread[path] = Refusal(where, Reason.NOT_CAPTURED, details)
     outermost = [path for path in unread if not any(other != path and _is_in(path, other) for other in unread)]
-    return [unread[path] for path in outermost if path not in explained]
+    return {path: unread[path] for path in outermost if path not in explained}
+
+
+def _break_in(layer: torch.nn.Module, breaks: Sequence[str]) -> str:
+    """Return the "file:line" at which Dynamo broke a graph in the code of a layer's modules; "" where it did in none.
+
+    Args:
+        breaks: Dynamo's reasons, "reason at file:line".
+    """
+    kinds = {type(module) for module in layer.modules() if not type(module).__module__.startswith("torch.")}
+    methods = (method for kind in kinds for method in vars(kind).values())
+    codes = [method.__code__ for method in methods if inspect.isfunction(method)]
+    lines = {f"{code.co_filename}:{line}" for code in codes for _, _, line in code.co_lines()}
+    places = (text.rpartition(" at ")[2] for text in breaks)
+    return next((place for place in places if place in lines), "")
 
 
 def dynamo_reasons(session: Session) -> str:

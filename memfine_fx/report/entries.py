@@ -23,7 +23,8 @@ __all__ = ["HeadReport", "RegionReport", "StepReport"]
 
 
 def _refused(what: str, reason: str, node: str | None, hint: str, obstacle: str) -> str:
-    at = f" [node {node}{f' at {short_place(obstacle)}' if obstacle else ''}]" if node else ""
+    named = [f"node {node}"] * bool(node) + [f"at {short_place(obstacle)}"] * bool(obstacle)
+    at = f" [{' '.join(named)}]" if named else ""
     return f"refused  {what}: {reason}{at}" + f"\n           hint: {hint}"
 
 

@@ -153,7 +153,7 @@ class GuardProof:
     def _check_numbers(self, mark: fx.Node) -> None:
         old, new = (size_expr(value_of(number)) for number in mark.args[:2])
         if sympy.expand(self._known.assumed(new - old)) != 0:
-            raise self._body.unproved("a number changes that is read later")
+            raise self._body.unproved("a number changes that is read later", mark)
 
     def _check_collected(self, rows: Any) -> None:
         wholes = [user for user in rows.users if name_of(user) == "cat"]
@@ -167,7 +167,7 @@ class GuardProof:
                 raise self._body.unproved("something is asserted that may not hold for an expert without rows", node)
             return
         if name == "autograd_function_apply":
-            raise self._body.unproved("an autograd.Function is called, whose backward only its author knows")
+            raise self._body.unproved("an autograd.Function is called, whose backward only its author knows", node)
         if _may_hide_effects(node):
             raise self._body.unproved(f"what {target_name(node)} writes is not known", node)
         if is_random(name) and not _draws_nothing(node):
@@ -283,11 +283,11 @@ class GuardProof:
         is_written_entry = all(user.target is operator.setitem and user.args[2] is node for user in node.users)
         # What was written in place is the old tensor itself, and its writes were proved to write nothing.
         if not is_one_tensor and not is_written_entry:
-            self._check_unshared(old, new)
+            self._check_unshared(node, old, new)
         if is_one_tensor or self._root(new) is self._root(old):
             node.replace_all_uses_with(new)
             return
-        self._check_choosable(old, new)
+        self._check_choosable(node, old, new)
         before = node.prev
         with self._flow.graph.inserting_before(node):
             chosen = self._call(torch.where, self._has_rows(), new, old)
@@ -308,7 +308,7 @@ class GuardProof:
             new = first
         return new is old
 
-    def _check_unshared(self, old: fx.Node, new: fx.Node) -> None:
+    def _check_unshared(self, mark: fx.Node, old: fx.Node, new: fx.Node) -> None:
         """Refuse a name whose old tensor has another name: where it is written later, only one of them may change."""
         later = [
             user
@@ -319,7 +319,9 @@ class GuardProof:
         ]
         are_written = [node for node in (old, new) if self._is_written_later(node)]
         if old in are_written or (are_written and later):
-            raise self._body.unproved("a name is bound to another tensor, and one of the two is written in place later")
+            raise self._body.unproved(
+                "a name is bound to another tensor, and one of the two is written in place later", mark
+            )
 
     def _is_written_later(self, node: fx.Node) -> bool:
         maker = self._index.made_by(node)
@@ -329,10 +331,10 @@ class GuardProof:
             for target in targets
         )
 
-    def _check_choosable(self, old: fx.Node, new: fx.Node) -> None:
+    def _check_choosable(self, mark: fx.Node, old: fx.Node, new: fx.Node) -> None:
         """Refuse a value that raises, or whose gradient is not a number, where the body is run without rows."""
         if not _are_alike(old, new):
-            raise self._body.unproved("a name is bound to a tensor of another shape or dtype")
+            raise self._body.unproved("a name is bound to a tensor of another shape or dtype", mark)
         means: set[fx.Node] = set()
         for node in self._computed_for(new):
             name = base_name_of(node)

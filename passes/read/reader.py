@@ -23,7 +23,7 @@ from torch import fx
 from memfine_fx.compat.operators import op_name
 from memfine_fx.compat.tensors import tree_leaves, tree_map
 from memfine_fx.errors import CannotChunk, Reason
-from memfine_fx.passes.dataflow import Dataflow, node_value, same_size, static_size, tensor_of
+from memfine_fx.passes.dataflow import Dataflow, in_code, is_float_tensor, node_value, same_size, static_size, tensor_of
 from memfine_fx.passes.modes import Modes, gradient_stop
 from memfine_fx.passes.ops import LIKE_FACTORIES, has_random_tag
 from memfine_fx.passes.read.dim_labels import DimLabels
@@ -77,6 +77,7 @@ class Reader(Roles):
     ) -> None:
         super().__init__(flow, frame, forced, expands_tables=expands_tables)
         self.refusals: list[CannotChunk] = []
+        self.left_outside: dict[fx.Node, CannotChunk] = {}
         self.indices: list[fx.Node] = []
         self.masks: list[fx.Node] = []
         self.ran: dict[fx.Node, None] = {}
@@ -95,6 +96,34 @@ class Reader(Roles):
     def why_expanded(self) -> str:
         """Why a table that is computed was read whole all the same, "" where none was."""
         return next(filter(None, self._sinking.computed_tables.values()), "")
+
+    def apart(self) -> CannotChunk:
+        """The refusal of results that do not meet: at the graph's end behind the last of them, or at that itself."""
+        nodes = [node for node in self.ran if any(map(is_dispatched, self._operands_at(node)))]
+        last = nodes[-1] if nodes else self.frame.index
+        end = next((user for user in last.users if user.op == "output"), last)
+        details = "the experts' results do not meet in one [T,H] tensor"
+        return CannotChunk(Reason.RESULTS_APART, details, in_code(end, last))
+
+    def obstacle(self) -> CannotChunk | None:
+        """Why the walk stopped at the first node that leads to vectors of tokens and that no rule explains.
+
+        What leads to other shapes alone, such as a loss that balances experts, is in nobody's way. None where nothing
+        leads to such vectors.
+        """
+        stopped = self.left_outside | {refusal.at: refusal for refusal in self.refusals if refusal.at is not None}
+        nodes = sorted((node for node in stopped if isinstance(node, fx.Node)), key=self.flow.position.__getitem__)
+        ways = (node for node in nodes if any(map(self._is_vectors, self.flow.descendants([node]))))
+        first = next(ways, None)
+        return None if first is None else stopped[first]
+
+    def _is_vectors(self, node: fx.Node) -> bool:
+        """Whether a node holds one vector a token, and no numbers for its choices or for experts."""
+        value = node_value(node)
+        if not is_float_tensor(node) or not isinstance(value, torch.Tensor) or value.ndim < 2:
+            return False
+        width, counts = static_size(value.shape[-1]), (1, self.frame.top_k, self.frame.num_experts)
+        return width not in counts and self._is_one_vector_a_token(value)
 
     # The walks.
 
@@ -154,7 +183,7 @@ class Reader(Roles):
         except RowsDiffer:
             raise
         except CannotChunk as refusal:
-            self._set_all(node, self._unknown(refusal, self._operand_values(node)))
+            self._set_all(node, self._unknown(refusal.placed(node), self._operand_values(node)))
             return
         self._settle(node)
 
@@ -277,7 +306,10 @@ class Reader(Roles):
         if (isinstance(value, Unknown) or is_number) and not value.is_dispatched:
             if is_one_tensor and self.frame.is_index_like(tensor):
                 self.indices.append(node)
-            return Leaf(node, value.refusal if isinstance(value, Unknown) else None)
+            if not isinstance(value, Unknown):
+                return Leaf(node)
+            self.left_outside.setdefault(node, value.refusal)
+            return Leaf(node, value.refusal)
         has_rows = isinstance(value, Rows) and (value.is_dispatched or "r" in value.labels.axes)
         if not isinstance(value, Rows) or has_rows or not tensor.dtype.is_floating_point:
             return value
@@ -290,7 +322,14 @@ class Reader(Roles):
         is_column = tensor.ndim > value.labels.num_dims + 1 and same_size(tensor.shape[-1], 1)  # of a bmm: no tokens
         is_tokens = value.fill_value is None and self._sinking.is_tokens(tensor) and not is_column
         if value.expr is None or (is_tokens and not self._sinking.wants(node, self.ran, self.flow.position[node])):
-            return Leaf(node) if value.fill_value is None else self._rooted(value, tensor, node)
+            if value.fill_value is not None:
+                return self._rooted(value, tensor, node)
+            if value.labels.is_dense and value.expr is None:
+                unknown = CannotChunk(
+                    Reason.NOT_PROVED_ZERO, "weights of experts that a token did not choose may not be zero", node
+                )
+                self.left_outside.setdefault(node, unknown)
+            return Leaf(node)
         return value
 
     def _rooted(self, value: Rows, tensor: torch.Tensor, node: fx.Node) -> Any:
@@ -357,7 +396,9 @@ class Reader(Roles):
         except RowsDiffer:
             raise
         except CannotChunk as refusal:
-            result = self._unknown(refusal, tree_leaves((args, kwargs)), call.target)
+            result = self._unknown(refusal.placed(call.node), tree_leaves((args, kwargs)), call.target)
+        if getattr(result, "fill_value", 0) != 0 and any(map(_has_zeros, tree_leaves((args, kwargs)))):
+            self.without_zeros.append(call.node)
         self._give(call.out, result)
 
     def _evaluated(self, call: Call, args: Any, kwargs: Any) -> Any:
@@ -418,6 +459,11 @@ class Reader(Roles):
             self._values[id(tensor)] = known
         assert known is not None
         return known[1]
+
+
+def _has_zeros(value: Any) -> bool:
+    """Whether entries of experts that a token did not choose are zero."""
+    return isinstance(value, Rows) and value.labels.is_dense and value.fill_value == 0
 
 
 _SHAPES_ONLY = LIKE_FACTORIES - {"rand_like", "randn_like", "randint_like"}

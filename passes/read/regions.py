@@ -161,15 +161,17 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
     """
     later = {other for other in body.flow.descendants([seed]) & body.seeds if not is_given(other)}
     refused: _Refused | None = None
+    obstacles: list[CannotChunk | None] = []
     frames = frames_of(seed, body.flow)
     for frame in frames:  # grows while it is walked
         if frame.index in taken:
             return None  # two decisions, put together, are one index
         try:
-            reading = _reading(body, frame, later, frames)
+            reading = _reading(body, frame, later, frames, obstacles)
             # Group-limited routers choose groups first, and then experts among them.
             if reading is None and later:  # the next decision may be the same router's, of the same experts
-                reading = _reading(body, frame, later - {min(later, key=body.flow.position.__getitem__)}, frames)
+                first = min(later, key=body.flow.position.__getitem__)
+                reading = _reading(body, frame, later - {first}, frames, obstacles)
         except _Refused as stopped:
             refused = refused or stopped
             continue
@@ -185,11 +187,13 @@ def _outcome(body: _Body, seed: fx.Node, taken: set[fx.Node | None]) -> MoERegio
         return body.refuses(seed, refused)
     if not is_router(seed) or later:  # group-limited routers hold several top-k nodes; only the last one picks experts
         return None
-    return unmatched_router(body.flow, seed)
+    return unmatched_router(body.flow, seed, next(filter(None, obstacles), None))
 
 
-def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]) -> MoERegion | None:
-    """The region of one frame; None where it leads to no experts.
+def _reading(
+    body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame], obstacles: list[CannotChunk | None]
+) -> MoERegion | None:
+    """The region of one frame; None where it leads to no experts, and then `obstacles` grow by why it does not.
 
     It is read again where results of experts were taken for tokens, and where tables that are computed cannot be
     followed expert by expert.
@@ -207,16 +211,17 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
                 why = expanded or reader.why_expanded
                 return replace(region, makes_tables=reader.has_computed_tables, why_expanded=why)
             if reader.has_computed_tables:
-                expanded = str((reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0])
+                expanded = str((reader.refusals or [reader.apart()])[0])
                 continue
             _add_frames(body, frame, reader, frames)
             if _expert_nodes(body, reader):
-                raise (reader.refusals or [CannotChunk(Reason.RESULTS_APART, _APART, frame.index)])[0]
+                raise reader.refusals[0] if reader.refusals else reader.obstacle() or reader.apart()
+            obstacles.append(reader.obstacle())
             return None
         except RowsDiffer as differ:
             more = forced | _between(body.flow, differ.leaves)
             if more == forced:
-                raise _Refused(differ, _where(body, reader)) from differ
+                raise _Refused(_where_rows_meet(body, reader, differ), _where(body, reader)) from differ
             forced = more
         except CannotChunk as refusal:
             if reader.has_computed_tables:
@@ -224,15 +229,13 @@ def _reading(body: _Body, frame: Frame, later: set[fx.Node], frames: list[Frame]
                 continue
             _add_frames(body, frame, reader, frames)
             if isinstance(refusal, NoExperts) and not _expert_nodes(body, reader):
+                obstacles.append(reader.obstacle())
                 return None
             raise _Refused(refusal, _where(body, reader)) from refusal
     raise _Refused(
         CannotChunk(Reason.ROWS_NOT_FOLLOWED, "experts take their rows from results of each other", frame.index),
         frame.index,
     )
-
-
-_APART = "the experts' results do not meet in one [T,H] tensor"
 
 
 def _add_frames(body: _Body, frame: Frame, reader: Reader, frames: list[Frame]) -> None:
@@ -282,6 +285,16 @@ def _is_bias_or_dropout(user: fx.Node, results: fx.Node) -> bool:
 
 
 _PICKS = LOOKUPS | {"index_add", "scatter_add"}
+
+
+def _where_rows_meet(body: _Body, reader: Reader, differ: RowsDiffer) -> CannotChunk:
+    """The refusal of rows of several tensors: why none of them was followed, or else the first call that reads more
+    than one of them, which may be far in front of the combine."""
+    if all(leaf in reader.left_outside for leaf in differ.leaves):
+        return reader.left_outside[min(differ.leaves, key=body.flow.position.__getitem__)]
+    behind = [body.flow.descendants([leaf]) for leaf in differ.leaves]
+    both = (node for node in reader.ran if all(node in nodes for nodes in behind))
+    return RowsDiffer(differ.leaves, min(both, key=body.flow.position.__getitem__, default=differ.at))
 
 
 def _between(flow: Dataflow, leaves: Sequence[fx.Node]) -> frozenset[fx.Node]:

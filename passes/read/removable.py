@@ -18,6 +18,7 @@ from memfine_fx.memory.sizes import size_expr
 from memfine_fx.passes.dataflow import (
     Dataflow,
     computed_from,
+    in_code,
     is_float_tensor,
     is_only_asserted,
     node_value,
@@ -92,7 +93,7 @@ def _check_floats_stay_inside(cut: Cut, flow: Dataflow, inside: set[fx.Node]) ->
             raise CannotChunk(
                 Reason.ROWS_LEAVE,
                 f"routed rows are also used outside the region, by {outside_users[0]}",
-                outside_users[0],
+                in_code(outside_users[0], node),
             )
 
 
@@ -181,7 +182,9 @@ def _check_written_insides(cut: Cut, flow: Dataflow, inside: set[fx.Node]) -> No
         late = [user for user in alias.users if user not in inside and flow.position[user] > last]
         if alias not in replaced and late and flow.position[alias] < last:
             raise CannotChunk(
-                Reason.RESULTS_APART, "another view of the combined output is read after the experts", late[0]
+                Reason.RESULTS_APART,
+                "another view of the combined output is read after the experts",
+                in_code(late[0], alias),
             )
     roots = {flow.root(node) for node in inside}
     for mutation, targets in flow.mutations.items():

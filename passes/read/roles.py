@@ -56,6 +56,7 @@ class Roles:
         self.counts_past_the_last = False
         self.unbounded_uses: set[IdUse] = set()
         self.expert_nodes: dict[fx.Node, None] = {}
+        self.without_zeros: list[fx.Node] = []
         self._sinking = Sinking(flow, frame, forced, expands_tables=expands_tables)
         self._end = len(flow.position)
 
@@ -135,6 +136,11 @@ class Roles:
         """Record how ids are read that may be out of range: that decides what those outside [0, E) do."""
         if ids.names == "e" and ids.bound is None:
             self.unbounded_uses.add(use)
+
+    def last_without_zeros(self, node: fx.Node) -> fx.Node:
+        """Return the last node before one that lost the zeros of experts which a token did not choose, or the node."""
+        before = self.flow.ancestors([node])
+        return next((lost for lost in reversed(self.without_zeros) if lost in before), node)
 
     def check_distinct(self, call: Call) -> None:
         """Refuse a sum over all experts where a token may name one twice: it holds that expert's result once.

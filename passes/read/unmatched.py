@@ -12,14 +12,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 import torch
 from torch import fx
 
-from memfine_fx.errors import Reason
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import (
+    BREAK,
     Dataflow,
     has_unbacked_rows,
+    in_code,
     is_float_tensor,
     is_int_tensor,
     node_value,
     provenance,
+    refusal_of,
     static_size,
     tensor_of,
 )
@@ -38,20 +41,30 @@ __all__ = [
 ]
 
 
-def unmatched_router(flow: Dataflow, seed: fx.Node) -> Refusal:
-    """The refusal of a seed without experts: what was looked for, and what it is."""
+def unmatched_router(flow: Dataflow, seed: fx.Node, obstacle: CannotChunk | None) -> Refusal:
+    """The refusal of a seed without experts: what was looked for, and what it is.
+
+    Args:
+        obstacle: why what the seed decides was not followed further, where that leads to vectors of tokens.
+    """
     users = {user.op if user.op == "output" else name_of(user) for user in seed.users}
     source = seed.args[0] if name_of(seed) == "getitem" else None
     name = name_of(source) if isinstance(source, fx.Node) else name_of(seed)
     picks = list(_picks(flow, seed))
 
-    def refused(reason: Reason, message: str) -> Refusal:
-        return Refusal(provenance(seed), reason, message, str(seed))
+    output = flow.graph.output_node()
+    end = in_code(output, seed)
+    are_made_to_leave = any(map(_is_output, _integers_of(flow, seed)))
+    left_behind = f"{name}: what is made of its indices leaves the captured graph (a graph break before the experts?)"
+
+    def refused(reason: Reason, message: str, at: object | None = seed) -> Refusal:
+        return refusal_of(provenance(seed), CannotChunk(reason, message, at))
 
     if "output" in users:
-        return refused(
-            Reason.GRAPH_BREAK, f"{name}: its indices leave the captured graph (a graph break before the experts?)"
-        )
+        message = f"{name}: its indices leave the captured graph (a graph break before the experts?)"
+        return refused(Reason.GRAPH_BREAK, message, end)
+    if are_made_to_leave and BREAK in output.meta:  # what reads them behind the break says what they choose
+        return refused(Reason.GRAPH_BREAK, left_behind, end)
     if any(map(_is_of_vectors, picks)):
         return refused(Reason.EXPERTS_ARE_VECTORS, f"{name}: its experts are rows of a table, which is not raised")
     if any(map(_is_of_activations, picks)):
@@ -63,12 +76,10 @@ def unmatched_router(flow: Dataflow, seed: fx.Node) -> Refusal:
             Reason.UNKNOWN_SPELLING,
             f"{name}: dispatch by mask or one-hot without a table of expert weights is not raised yet",
         )
-    if any(map(_is_output, _integers_of(flow, seed))):
-        return refused(
-            Reason.GRAPH_BREAK,
-            f"{name}: what is made of its indices leaves the captured graph (a graph break before the experts?)",
-        )
-    return refused(Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it")
+    if are_made_to_leave:
+        return refused(Reason.GRAPH_BREAK, left_behind)
+    why, at = ("", seed) if obstacle is None else (f", as far as it is followed: {obstacle.details}", obstacle.at)
+    return refused(Reason.NO_EXPERTS, f"{name}: no expert matmul depends on it{why}", at)
 
 
 def unknown_routers(flow: Dataflow, regions: Sequence[MoERegion], refused: Collection[fx.Node]) -> list[Refusal]:

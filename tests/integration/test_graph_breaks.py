@@ -74,7 +74,10 @@ def line_of(code: object, text: str) -> str:
 @pytest.mark.filterwarnings("ignore:memfine_fx found nothing to chunk")
 @pytest.mark.parametrize(
     ("layer_class", "reason", "text"),
-    [(OtherBranch, "Data-dependent branching", "def "), (SparselyGated, "tensor creation function", "zeros =")],
+    [
+        (OtherBranch, "Data-dependent branching", "if token.shape[0] > 1"),
+        (SparselyGated, "tensor creation function", "zeros ="),
+    ],
 )
 def test_a_report_names_the_break_that_keeps_experts_out_of_the_graphs(
     layer_class: type[nn.Module], reason: str, text: str

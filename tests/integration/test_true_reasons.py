@@ -225,8 +225,7 @@ class Edited:
 
 def edited(layer: str, draw: random.Random) -> Edited:
     """A layer's module with one edit behind a line, drawn at random, that assigns a tensor of numbers."""
-    lines = (HEADER + textwrap.indent(textwrap.dedent(LAYERS[layer]).strip("\n"), " " * 8) + "\n").splitlines()
-    begin = lines.index("    def forward(self, x):", lines.index("class Layer(nn.Module):"))
+    lines, begin = lines_of(layer)
     assigned = [
         (number, target.id)
         for number, line in enumerate(lines)
@@ -244,6 +243,12 @@ def edited(layer: str, draw: random.Random) -> Edited:
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load) and node.lineno > begin
     }
     return Edited(source, number + 2, frozenset(readers))
+
+
+def lines_of(layer: str) -> tuple[list[str], int]:
+    """The lines of a layer's module, and the number of the one at which its forward begins."""
+    lines = (HEADER + textwrap.indent(textwrap.dedent(LAYERS[layer]).strip("\n"), " " * 8) + "\n").splitlines()
+    return lines, lines.index("    def forward(self, x):", lines.index("class Layer(nn.Module):"))
 
 
 def _targets(line: str) -> list[ast.Name]:
@@ -307,9 +312,38 @@ def outcome(edit: Edited, folder: Path, name: str) -> str:
     return ""
 
 
-MOST_OTHER_LINES = 12
-"""Refusals of 25 edits that may name another line than the one in the way; the aim is none. Most are of tensors that
-rows are added to and that are made of zeros, and of routing weights that are dense after the edit."""
+CAUSES = {
+    "rows are picked by no index of the routing": ("looped over tables", "y", "y = y[torch.arange(y.shape[0])]"),
+    "a body that is skipped binds an attribute": ("guarded", "y", "self.mean = y.mean().detach()"),
+    "the graph returns a view of the output": ("masks", "out", "self.last = out.detach()"),
+    "weights are not followed": ("dense list", "full", "full = full.cumsum(0)"),
+    "weights may not be zero": ("dense list", "full", "full = torch.where(full > 0, full, 0.1 * full)"),
+    "results are not followed": ("dense list", "y", "y = y.flip(0)"),
+    "weights lose their zeros": ("dense", "full", "full = full + 0.25"),
+    "copies of tokens are not followed": ("bmm over experts", "tokens", "tokens = tokens * (tokens > 0)"),
+    "rows come from two tensors": ("bmm over experts", "tokens", "tokens = tokens - tokens.mean(0)"),
+    "the graph breaks in a loop": ("looped over a list", "y", "y = y.roll(1, 0)"),
+    "the graph breaks in a loop that skips experts": ("guarded", "y", "y = y.roll(1, 0)"),
+    "the graph breaks behind the experts": ("unsorted", "y", "y = y.roll(1, 0)"),
+    "the graph breaks at a condition": ("unsorted", "y", "y = y * 1.5 if y.sum() > 0 else y"),
+}
+"""Layer, a name and the edit behind the first line that assigns it."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_refusal_names_the_line_in_the_way(cause: str, tmp_path: Path) -> None:
+    layer, name, edit = CAUSES[cause]
+    lines, begin = lines_of(layer)
+    number = next(
+        number
+        for number, line in enumerate(lines)
+        if number > begin and name in [target.id for target in _targets(line.strip())]
+    )
+    indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
+    lines.insert(number + 1, indent + edit)
+    said = outcome(Edited("\n".join(lines) + "\n", number + 2, frozenset()), tmp_path, "layer")
+    assert not said, said
 
 
 @pytest.mark.campaign
@@ -327,4 +361,4 @@ def test_edited_layers_are_exact_or_refused(layer: str, tmp_path: Path) -> None:
             places = others if said.startswith("refused at") else wrong
             places.append(f"{said}\n    {edit.source.splitlines()[edit.line - 1].strip()}")
     assert not wrong, "\n".join(wrong)
-    assert len(others) <= MOST_OTHER_LINES, "\n".join(others)
+    assert not others, "\n".join(others)

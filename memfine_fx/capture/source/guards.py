@@ -261,8 +261,12 @@ class GuardRewriter:
         inner = [_Visible(own, collected).visit(node) for node in self._block(statements, is_guarded=True)]
         named = [(f"{own}_old_{place}", old) for place, old in enumerate(olds)]
         before = [ast.Assign([stored(name)], _as_load(old)) for name, old in named]
+        binding = {key: node for statement in statements for key, node in _bindings(statement)}  # the last one of each
         merged = [
-            ast.Assign([_as_store(old)], helper_call("merged", [loaded(name), _as_load(old), loaded(own)]))
+            ast.copy_location(
+                ast.Assign([_as_store(old)], helper_call("merged", [loaded(name), _as_load(old), loaded(own)])),
+                binding.get(ast.unparse(old), statements[-1]),  # a refusal of the two values names this line
+            )
             for name, old in named
         ]
         leave = ast.Expr(helper_call("leave", [loaded(own)]))
@@ -270,7 +274,8 @@ class GuardRewriter:
         return [
             *(ast.copy_location(node, first) for node in before),
             *inner,
-            *(ast.copy_location(node, last) for node in (*merged, leave)),
+            *merged,
+            ast.copy_location(leave, last),
         ]
 
 
@@ -306,6 +311,13 @@ def _check_suited(statements: Sequence[ast.stmt]) -> list[ast.Attribute]:
                     raise Unsuited(f"`{ast.unparse(node)}` is written, in a body that is skipped", node)
                 paths.setdefault(ast.unparse(node), node)
     return list(paths.values())
+
+
+def _bindings(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names and attributes that a statement binds, as text, each with where it is bound."""
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            yield ast.unparse(node), node
 
 
 def _check_iterators(function: ast.FunctionDef, statements: Sequence[ast.stmt]) -> None:

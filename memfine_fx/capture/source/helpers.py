@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memfine_fx.compat.dynamo import last_failure
 from memfine_fx.compat.effects import (
     PythonState,
     compile_time_calls,
     graph_being_traced,
     has_caller,
     is_same_value,
+    line_being_traced,
     local_value,
     module_being_traced,
 )
@@ -250,7 +252,10 @@ def _check_inlined(context: Any) -> None:
     """A frame of its own is compiled where a graph break made the loop around it run eagerly."""
     if not has_caller(context):
         where = local_value(context, "where").as_python_constant()
-        raise GuardRefused("a loop is not captured as a whole: TORCH_LOGS=graph_breaks shows what breaks it", where, "")
+        place = last_failure(where.rpartition(":")[0])
+        at = f" ({place})" if place else ""
+        reason = f"a loop is not captured as a whole: TORCH_LOGS=graph_breaks shows what breaks it{at}"
+        raise GuardRefused(reason, where, "")
 
 
 def _enter(context: Any) -> None:
@@ -286,4 +291,5 @@ def _check_same(context: Any) -> None:
 
 def _unproved(context: Any, what: str) -> GuardRefused:
     where = local_value(context, "body").as_python_constant()[1]
-    return GuardRefused(f"{what}, in a body that is skipped", where, module_being_traced(context))
+    place = f" ({line_being_traced(context, _CALLER)})"
+    return GuardRefused(f"{what}, in a body that is skipped{place}", where, module_being_traced(context))

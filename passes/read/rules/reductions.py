@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfine_fx.errors import Reason
+from memfine_fx.errors import CannotChunk, Reason
 from memfine_fx.passes.dataflow import same_size
 from memfine_fx.passes.read.dim_labels import DimLabels
 from memfine_fx.passes.read.normal_form import Call
@@ -103,9 +103,10 @@ def combine_over(reader: Reader, rows: Rows, dim: int, expr: fx.Node, call: Call
     if group not in ("k", "e") or not reader.is_all_tokens(others) or not rows.iteration.is_all:
         raise along_routed(dim, call)
     if group == "e" and rows.fill_value != 0:
-        raise call.refused(
+        raise CannotChunk(
             Reason.NOT_PROVED_ZERO,
             "sum over all experts of results that are not proved zero where a token chose others",
+            reader.last_without_zeros(call.node),
         )
     if group == "e":
         reader.check_distinct(call)
