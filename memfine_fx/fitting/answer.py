@@ -108,7 +108,7 @@ def answer(source: object, setup: Setup, question: Question, config: Config, *, 
     source = loaded_config(source)
     stages.info("building %s of fake tensors", _name(source))
     analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing, in_parallel=in_parallel)
-    least = analysis.for_own_batch.total("least", setup.batch, setup.seq).num_bytes
+    least = analysis.total("least", setup.batch, setup.seq).num_bytes
     stages.info("%s is the smallest budget; searching the largest sizes that fit", budget_text(least))
     report = report_of(source, analysis, how, question)
     if question.compares:
@@ -197,7 +197,7 @@ def _analysed(
     mode = new_mode()
     model = fake_model(source, setup, mode)
     record = record_step(model, setup, mode, config, reads, shares, plans, is_of_one_sequence=True)
-    return dataclasses.replace(analysis, of_one_sequence=dataclasses.replace(analysis, records=(record,))), True
+    return dataclasses.replace(analysis, of_one_sequence=(record,)), True
 
 
 def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
@@ -243,7 +243,7 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
     setup, record = analysis.setup, analysis.records[-1]
     batch, seq = setup.batch, setup.seq
     is_extended = len(analysis.records) > 1
-    own = analysis.for_own_batch
+    own = analysis.for_batch(batch)
     return FitReport(
         f"{_name(source)} of {analysis.static.num_parameters:,} parameters",
         setup,
@@ -295,10 +295,7 @@ def _alternatives(source: object, setup: Setup, config: Config, question: Questi
 
 def with_setup(source: object, analysis: Analysis, setup: Setup) -> Analysis:
     """Return the same records for a setup that differs in sizes, optimizer or ranks alone."""
-    static, of_one = static_bytes(source, setup), analysis.of_one_sequence
-    if of_one is not None:
-        of_one = dataclasses.replace(of_one, setup=setup, static=static)
-    return dataclasses.replace(analysis, setup=setup, static=static, of_one_sequence=of_one)
+    return dataclasses.replace(analysis, setup=setup, static=static_bytes(source, setup))
 
 
 def static_bytes(source: object, setup: Setup) -> StaticBytes:
