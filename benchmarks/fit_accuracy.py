@@ -185,7 +185,7 @@ def compared(family: str, combination: Combination) -> dict[str, Any]:
 
 def _fitted(config: Any, setup: Setup, plans: tuple[str, ...]) -> Analysis:
     torch._dynamo.reset()  # no compilation knows of an earlier one
-    return analyse(config, setup, Config(memory_budget=setup.budget), plans=plans)[0]
+    return analyse(config, setup, Config(memory_budget=setup.budget), plans=plans, is_for_own_batch=True)[0]
 
 
 def measured_peak(config: Any, setup: Setup, is_plain: bool = False) -> int:

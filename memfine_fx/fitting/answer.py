@@ -133,9 +133,17 @@ def analyse(
     has_even_routing: bool = False,
     plans: tuple[str, ...] = PLANS,
     in_parallel: bool = False,
+    is_for_own_batch: bool = False,
 ) -> tuple[Analysis, str]:
-    """Return a model's records, and in words what was recorded; `plans` apply to models that are recorded whole."""
-    analysis, _ = _analysed(source, setup, config, None, has_even_routing, plans, in_parallel=in_parallel)
+    """Return a model's records, and in words what was recorded.
+
+    Args:
+        plans: of models that are recorded whole.
+        is_for_own_batch: whether the setup's batch alone is asked about; one sequence is then recorded as it is, alone.
+    """
+    analysis, _ = _analysed(
+        source, setup, config, None, has_even_routing, plans, in_parallel=in_parallel, is_for_own_batch=is_for_own_batch
+    )
     if len(analysis.records) == 1:
         has_stack = analysis.records[0].is_of_graph
         text = "the graph's operations" if has_stack else "the code that Inductor would write"
@@ -163,6 +171,7 @@ def _analysed(
     plans: tuple[str, ...] = PLANS,
     *,
     in_parallel: bool = False,
+    is_for_own_batch: bool = False,
 ) -> tuple[Analysis, bool]:
     """Return the records, and whether they are exact for every layer."""
     with contextlib.ExitStack() as processes:
@@ -189,9 +198,12 @@ def _analysed(
     # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
     reads: Reads = "code" if stack is None and shares is None else "graph"
     stages.info("recording a step of all layers, from the %s", "code of Inductor" if reads == "code" else "graph")
-    record = record_step(fake_model(source, setup, mode), setup, mode, config, reads, shares, plans)
+    has_own_graph = reads == "code" and setup.batch == 1
+    is_alone = has_own_graph and is_for_own_batch
+    model = fake_model(source, setup, mode)
+    record = record_step(model, setup, mode, config, reads, shares, plans, is_of_one_sequence=is_alone)
     analysis = Analysis((record,), 0, static, setup, config, has_even_routing)
-    if reads == "graph" or setup.batch > 1:
+    if is_alone or not has_own_graph:
         return analysis, True
     stages.info("recording the step of one sequence")
     mode = new_mode()
