@@ -10,6 +10,9 @@ For each family and setup of `SETUPS`, on this machine's CPU:
 All tokens are alike, so each of K experts gets a row of every token, as `fit` supposes. A family runs in a process of
 its own; rows that FILE has already are not run again. Rows "as torch.compile takes it" compare what is said of the step
 without memfine_fx, which is read from its graphs, with a step of torch.compile; they count for themselves.
+
+`--held` runs `HELD_SETUPS` instead, of `HELD_FAMILIES` too: one sequence, odd lengths and micro-batches, which no
+formula was fitted to. A setup under the smallest budget fails there if the real run refuses that budget.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from memfine_fx.fitting.models import held_tensors, real_model
 from memfine_fx.fitting.setup import Setup
 from memfine_fx.memory.measure import trace_memory
 
-__all__ = ["FAMILIES", "SETUPS", "Combination", "config_of", "main", "summary"]
+__all__ = ["FAMILIES", "HELD_FAMILIES", "HELD_SETUPS", "SETUPS", "Combination", "config_of", "main", "summary"]
 
 RESULTS = Path(__file__).parent / "results" / "fit_accuracy.jsonl"
 WITHIN, UNDER = 0.02, 0.01
@@ -80,6 +83,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flex_olmo": dict(intermediate_size=256),
 }
 """Causal language models of transformers -> fields beside the common ones."""
+HELD_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": dict(
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        shared_expert_intermediate_size=256,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
+    "minimax_m2": {},
+}
+"""The same for families that only `--held` runs."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,8 @@ class Combination:
         """Such as "lora bf16 2x256 checkpointing least budget"."""
         one = self.setup
         words = [one.train, one.dtype, f"{one.batch}x{one.seq}"]
-        words += ["checkpointing"] * one.checkpointing + [f"{self.budget} budget"] * bool(self.budget)
+        words += ["checkpointing"] * one.checkpointing + [f"{one.accumulate} micro-batches"] * (one.accumulate > 1)
+        words += [f"{self.budget} budget"] * bool(self.budget)
         return " ".join([*words, *[_PLAIN] * self.is_plain])
 
 
@@ -116,13 +133,24 @@ SETUPS = (
     Combination(Setup(2, 512, dtype="bf16", checkpointing=True), is_plain=True),
     Combination(Setup(2, 512, train="lora", dtype="bf16", checkpointing=True), is_plain=True),
 )
+HELD_SETUPS = (
+    Combination(Setup(1, 1501, dtype="fp32"), "least"),
+    Combination(Setup(1, 777, train="lora", dtype="fp32")),
+    Combination(Setup(1, 333, dtype="fp32", checkpointing=True), "most"),
+    Combination(Setup(1, 601, dtype="fp32", accumulate=2), "least"),
+    Combination(Setup(1, 501, dtype="bf16"), "least"),
+    Combination(Setup(1, 777, train="lora", dtype="bf16"), "least"),
+    Combination(Setup(2, 513, train="qlora", dtype="bf16")),
+    Combination(Setup(2, 257, train="lora", dtype="bf16", accumulate=3)),
+)
+_ALL_FAMILIES, _ALL_SETUPS = {**FAMILIES, **HELD_FAMILIES}, (*SETUPS, *HELD_SETUPS)
 
 
 def config_of(family: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     known: Any = CONFIG_MAPPING
-    return known[family](**{**_SIZES, **FAMILIES[family]})
+    return known[family](**{**_SIZES, **_ALL_FAMILIES[family]})
 
 
 def compared(family: str, combination: Combination) -> dict[str, Any]:
@@ -157,7 +185,7 @@ def compared(family: str, combination: Combination) -> dict[str, Any]:
 
 def _fitted(config: Any, setup: Setup, plans: tuple[str, ...]) -> Analysis:
     torch._dynamo.reset()  # no compilation knows of an earlier one
-    return analyse(config, setup, Config(memory_budget=setup.budget), plans=plans)[0]
+    return analyse(config, setup, Config(memory_budget=setup.budget), plans=plans, is_for_own_batch=True)[0]
 
 
 def measured_peak(config: Any, setup: Setup, is_plain: bool = False) -> int:
@@ -175,7 +203,8 @@ def measured_peak(config: Any, setup: Setup, is_plain: bool = False) -> int:
     labels = tokens.clone()
 
     def step() -> None:
-        model(input_ids=tokens, labels=labels).loss.backward()
+        for _ in range(setup.accumulate):
+            model(input_ids=tokens, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -211,13 +240,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Status 1 where a combination failed."""
     options = _parser().parse_args(arguments)
     if options.one:
-        for row in _rows_of(options.one, [one for one in SETUPS if one.name in options.setups], _known(options.out)):
+        for row in _rows_of(
+            options.one, [one for one in _ALL_SETUPS if one.name in options.setups], _known(options.out)
+        ):
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         return 0
-    for family in options.families:
+    families = options.families or (_ALL_FAMILIES if options.held else FAMILIES)
+    setups = options.setups or [one.name for one in (HELD_SETUPS if options.held else SETUPS)]
+    for family in families:
         command = [sys.executable, "-m", "benchmarks.fit_accuracy", "--one", family, "--out", str(options.out)]
-        subprocess.run([*command, "--setups", *options.setups], check=False)
+        subprocess.run([*command, "--setups", *setups], check=False)
     rows = _read(options.out)
     for row in sorted(rows, key=lambda one: abs(one.get("ratio", 9) - 1)):
         print(f"{row['family']:14} {row['setup']:40} {row.get('ratio', row.get('error'))}")
@@ -247,11 +280,12 @@ def _known(path: Path) -> set[tuple[str, str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_accuracy", description=__doc__)
-    names = [one.name for one in SETUPS]
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    names = [one.name for one in _ALL_SETUPS]
+    parser.add_argument("--held", action="store_true", help="run HELD_SETUPS, of HELD_FAMILIES too")
+    parser.add_argument("--families", nargs="+", choices=_ALL_FAMILIES, help="instead of all")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"default {RESULTS.name}; its rows are kept")
-    parser.add_argument("--setups", nargs="+", choices=names, default=names, help="of each family")
-    parser.add_argument("--one", choices=FAMILIES, help="this family, in this process")
+    parser.add_argument("--setups", nargs="+", choices=names, help="of each family, instead of all")
+    parser.add_argument("--one", choices=_ALL_FAMILIES, help="this family, in this process")
     return parser
 
 

@@ -75,8 +75,8 @@ class Analysis:
         static: its bytes, of the whole model.
         has_even_routing: rows are spread evenly over experts; otherwise one expert gets a row of every token.
         stack: the repeated layers; None where the model was recorded whole.
-        of_one_sequence: the same for a batch of one, whose code differs from that for all others; None where that was
-            not recorded.
+        of_one_sequence: records for a batch of one, whose code differs from that for all others; () where that was not
+            recorded.
     """
 
     records: tuple[RecordedStep, ...]
@@ -86,12 +86,15 @@ class Analysis:
     config: Config
     has_even_routing: bool = False
     stack: Stack | None = None
-    of_one_sequence: Analysis | None = None
+    of_one_sequence: tuple[RecordedStep, ...] = ()
 
-    @property
-    def for_own_batch(self) -> Analysis:
-        """Return the analysis that is closest to the setup's batch, at every sequence length."""
-        return self.of_one_sequence if self.of_one_sequence is not None and self.setup.batch == 1 else self
+    def for_batch(self, batch: int) -> Analysis:
+        """Return the analysis that is closest to a batch of so many sequences, at every sequence length."""
+        return self._for_one_sequence if batch == 1 and self.of_one_sequence else self
+
+    @functools.cached_property
+    def _for_one_sequence(self) -> Analysis:
+        return dataclasses.replace(self, records=self.of_one_sequence, of_one_sequence=())
 
     def total(self, plan: str, batch: int, seq: int, rows: int | None = None) -> StepTotal:
         """Return the peak of a whole step.
@@ -103,6 +106,9 @@ class Analysis:
         For a plan other than "asked" it is the budget that the plan is chosen under: where its bytes are an estimate,
         with the margin that the planner leaves too.
         """
+        own = self.for_batch(batch)
+        if own is not self:
+            return own.total(plan, batch, seq, rows)
         if plan == "least":
             rows = LEAST_ROWS if rows is None else rows
             totals = [self._total(candidate, batch, seq, rows) for candidate in self.least_plans]

@@ -108,7 +108,7 @@ def answer(source: object, setup: Setup, question: Question, config: Config, *, 
     source = loaded_config(source)
     stages.info("building %s of fake tensors", _name(source))
     analysis, how = analyse(source, setup, config, has_even_routing=question.has_even_routing, in_parallel=in_parallel)
-    least = analysis.for_own_batch.total("least", setup.batch, setup.seq).num_bytes
+    least = analysis.total("least", setup.batch, setup.seq).num_bytes
     stages.info("%s is the smallest budget; searching the largest sizes that fit", budget_text(least))
     report = report_of(source, analysis, how, question)
     if question.compares:
@@ -133,9 +133,17 @@ def analyse(
     has_even_routing: bool = False,
     plans: tuple[str, ...] = PLANS,
     in_parallel: bool = False,
+    is_for_own_batch: bool = False,
 ) -> tuple[Analysis, str]:
-    """Return a model's records, and in words what was recorded; `plans` apply to models that are recorded whole."""
-    analysis, _ = _analysed(source, setup, config, None, has_even_routing, plans, in_parallel=in_parallel)
+    """Return a model's records, and in words what was recorded.
+
+    Args:
+        plans: of models that are recorded whole.
+        is_for_own_batch: whether the setup's batch alone is asked about; one sequence is then recorded as it is, alone.
+    """
+    analysis, _ = _analysed(
+        source, setup, config, None, has_even_routing, plans, in_parallel=in_parallel, is_for_own_batch=is_for_own_batch
+    )
     if len(analysis.records) == 1:
         has_stack = analysis.records[0].is_of_graph
         text = "the graph's operations" if has_stack else "the code that Inductor would write"
@@ -163,6 +171,7 @@ def _analysed(
     plans: tuple[str, ...] = PLANS,
     *,
     in_parallel: bool = False,
+    is_for_own_batch: bool = False,
 ) -> tuple[Analysis, bool]:
     """Return the records, and whether they are exact for every layer."""
     with contextlib.ExitStack() as processes:
@@ -189,15 +198,18 @@ def _analysed(
     # NOTE: the code of many layers takes minutes to write, and that of a plain step calls what no reader of ours knows.
     reads: Reads = "code" if stack is None and shares is None else "graph"
     stages.info("recording a step of all layers, from the %s", "code of Inductor" if reads == "code" else "graph")
-    record = record_step(fake_model(source, setup, mode), setup, mode, config, reads, shares, plans)
+    has_own_graph = reads == "code" and setup.batch == 1
+    is_alone = has_own_graph and is_for_own_batch
+    model = fake_model(source, setup, mode)
+    record = record_step(model, setup, mode, config, reads, shares, plans, is_of_one_sequence=is_alone)
     analysis = Analysis((record,), 0, static, setup, config, has_even_routing)
-    if reads == "graph" or setup.batch > 1:
+    if is_alone or not has_own_graph:
         return analysis, True
     stages.info("recording the step of one sequence")
     mode = new_mode()
     model = fake_model(source, setup, mode)
     record = record_step(model, setup, mode, config, reads, shares, plans, is_of_one_sequence=True)
-    return dataclasses.replace(analysis, of_one_sequence=dataclasses.replace(analysis, records=(record,))), True
+    return dataclasses.replace(analysis, of_one_sequence=(record,)), True
 
 
 def _budget_of_step(setup: Setup, static: StaticBytes) -> MemoryBudget:
@@ -243,7 +255,7 @@ def report_of(source: object, analysis: Analysis, how: str, question: Question) 
     setup, record = analysis.setup, analysis.records[-1]
     batch, seq = setup.batch, setup.seq
     is_extended = len(analysis.records) > 1
-    own = analysis.for_own_batch
+    own = analysis.for_batch(batch)
     return FitReport(
         f"{_name(source)} of {analysis.static.num_parameters:,} parameters",
         setup,
@@ -295,10 +307,7 @@ def _alternatives(source: object, setup: Setup, config: Config, question: Questi
 
 def with_setup(source: object, analysis: Analysis, setup: Setup) -> Analysis:
     """Return the same records for a setup that differs in sizes, optimizer or ranks alone."""
-    static, of_one = static_bytes(source, setup), analysis.of_one_sequence
-    if of_one is not None:
-        of_one = dataclasses.replace(of_one, setup=setup, static=static)
-    return dataclasses.replace(analysis, setup=setup, static=static, of_one_sequence=of_one)
+    return dataclasses.replace(analysis, setup=setup, static=static_bytes(source, setup))
 
 
 def static_bytes(source: object, setup: Setup) -> StaticBytes:

@@ -8,7 +8,8 @@ scores and their gradients. In low precision the scores are there in both precis
 2. backward's products need memory of oneDNN's own, for which a bound on what was measured stands;
 3. backward copies a gradient that does not lie as [B,S,H,D] in memory.
 
-Products of matrices in low precision take scratch of oneDNN's (`products`), outside of attention too.
+Products of matrices in low precision take scratch of oneDNN's (`products`), outside of attention too. A convolution on
+a CPU takes blocked copies of its weight and result, and going backward of its weight and the result's gradient.
 
 A pointwise kernel of a CPU whose operands differ in dtype casts them first. A product with a weight in 4 bits
 (`compat.bitsandbytes.linear_4bit`) makes the weight whole, beside its scales as floats where these are quantized too.
@@ -62,6 +63,11 @@ __all__ = [
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _KEY_BLOCK = 512
+_CONVOLUTIONS: Mapping[object, int] = {
+    torch.ops.aten.convolution.default: 1,
+    torch.ops.aten.convolution_backward.default: 2,
+}
+"""Convolution -> place of the weight among its arguments."""
 _QUERY_BLOCKS = ((768, 256), (192, 64), (0, 32))
 """(smallest length of the queries, queries in a block), longest first."""
 _PACKING = {torch.bfloat16: (64, 4), torch.float16: (16, 1)}
@@ -119,6 +125,8 @@ def scratch_bytes(node: fx.Node) -> sympy.Expr:
         return _unpacked(arguments)
     if isinstance(target, OpOverload) and op_name(target) in MULTIPLYING:
         return _multiplied(target, arguments)
+    if target in _CONVOLUTIONS:
+        return _convolved(node)
     if target is not _FORWARD and target is not _BACKWARD:
         return sympy.Integer(0)
     call, threads, features = _attention(target, arguments, node.kwargs), torch.get_num_threads(), cpu_features()
@@ -135,6 +143,14 @@ def _multiplied(target: OpOverload, arguments: Sequence[Any]) -> sympy.Expr:
     if left.device.type != "cpu" or left.dtype.itemsize >= 4:
         return sympy.Integer(0)
     return product_scratch(product_of(left.shape, left.stride(), right.shape, right.stride(), left.dtype))
+
+
+def _convolved(node: fx.Node) -> sympy.Expr:
+    weight = _value(node.args[_CONVOLUTIONS[node.target]])
+    result = _value(node if node.target is torch.ops.aten.convolution.default else node.args[0])
+    if result.device.type != "cpu":
+        return sympy.Integer(0)
+    return sum((size_expr(copied.numel()) * copied.itemsize for copied in (result, weight)), sympy.Integer(0))
 
 
 def cast_bytes(node: fx.Node) -> sympy.Expr:

@@ -43,6 +43,8 @@ _SAVING, _FINDING = (f"torch.ops.memfine.{name}.default" for name in ("experts_s
 _SAVED_ARGUMENT = 8  # of the latter: what the former saved
 _PRODUCTS = tuple(f"extern_kernels.{name}" for name in MULTIPLYING)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_AS_OP = re.compile(r"^extern_kernels\.(\w+)$")
+"""A kernel that returns its result, as that of a convolution, is spelled so instead of as its op."""
 _ROUNDINGS = {"math.floor": sympy.floor, "math.ceil": sympy.ceiling}
 _OPERATIONS: dict[type[ast.operator], Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow,
@@ -264,7 +266,7 @@ class _Reader:
             self._lay(name, storages[sum(indices)].layout)
 
     def _call(self, name: str, call: ast.Call) -> None:
-        function = ast.unparse(call.func)
+        function = _AS_OP.sub(r"torch.ops.aten.\1.default", ast.unparse(call.func))
         if function == "reinterpret_tensor":
             source = call.args[0]
             self._hold(name, self._held.get(source.id, []) if isinstance(source, ast.Name) else [])

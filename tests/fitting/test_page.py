@@ -21,6 +21,7 @@ from memfine_fx.config import Config
 from memfine_fx.errors import ConfigError
 from memfine_fx.fitting.analysis import Analysis, StaticBytes
 from memfine_fx.fitting.answer import Question, report_of
+from memfine_fx.fitting.changes import Changed, changes
 from memfine_fx.fitting.export import Exported
 from memfine_fx.fitting.recording import RecordedStep
 from memfine_fx.fitting.report import FitReport, page
@@ -78,6 +79,26 @@ def analysis_of(num_bytes: sympy.Expr, head: HeadMemory | None = None) -> Analys
     record = RecordedStep(dict.fromkeys(("asked", "least", "most"), (run,)), 2, 64, (), (), "")
     static = StaticBytes(1000, 1000, 8, OptimizerBytes(2000, 0, 0))
     return Analysis((record,), 0, static, Setup(2, 64, dtype="fp32"), Config())
+
+
+def test_one_sequence_is_answered_by_its_own_graph() -> None:
+    """Also where a shorter sequence or the largest batch is searched; more sequences are answered by the other."""
+    own = analysis_of(sympy.Integer(100_000)).records[0]
+    other = analysis_of(10_000 * TOKENS)
+    analysis = dataclasses.replace(other, setup=Setup(1, 64, dtype="fp32"), of_one_sequence=(own,))
+    whole, extra = (analysis.total("most", batch, 64).num_bytes for batch in (1, 3))
+    assert whole == dataclasses.replace(other, records=(own,)).total("most", 1, 64).num_bytes
+    assert extra == other.total("most", 3, 64).num_bytes
+    assert analysis.peak_as_asked(1, 64).num_bytes == analysis.lightest(1, 64).num_bytes == whole > extra
+    available = analysis.lightest(1, 2).num_bytes - 1
+    (shorter,) = [
+        change
+        for change in changes(Changed(analysis, lambda name: analysis), available)
+        if change.what.startswith("seq=")
+    ]
+    assert not shorter.fits and shorter.least_bytes == analysis.lightest(1, 32).num_bytes > 100_000
+    report = report_of(config_of(), analysis, "made by hand", Question(memory=available))
+    assert report.fits is False and report.largest_batch == 0
 
 
 def page_of(num_bytes: sympy.Expr) -> str:

@@ -391,3 +391,25 @@ def test_a_product_with_a_weight_in_4_bits_takes_the_whole_weight_and_its_scales
     result_bytes = 4 * 4 * 512
     assert counted + result_bytes == pytest.approx(measured, rel=0.01)
     assert counted + result_bytes >= measured - 64  # an offset's sum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trains_weight", [True, False])
+def test_scratch_of_a_short_convolution_is_what_the_allocator_sees(dtype: torch.dtype, trains_weight: bool) -> None:
+    """Each channel by itself, as layers have it that stand in for attention."""
+    tokens, weight = torch.randn(2, 256, 513, dtype=dtype), torch.randn(256, 1, 3, dtype=dtype)
+    others: tuple[object, ...] = ([1], [2], [1], False, [0], 256)
+    mask = [True, trains_weight, False]
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+
+    def both(tokens: torch.Tensor, weight: torch.Tensor) -> object:
+        result = forward(tokens, weight, None, *others)
+        return result, backward(result, tokens, weight, [0], *others, mask)
+
+    graph, result = make_fx(both)(tokens, weight).graph, forward(tokens, weight, None, *others)
+    for target, call in (
+        (forward, lambda: [forward(tokens, weight, None, *others)]),
+        (backward, lambda: backward(result, tokens, weight, [0], *others, mask)[: 1 + trains_weight]),
+    ):
+        measured = scratch_of(call)
+        assert 0 < measured <= counted(graph, target, {}) <= 1.01 * measured

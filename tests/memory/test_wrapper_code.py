@@ -74,6 +74,18 @@ return (buf2, )
     assert live(memory) == [96, 96, 96, 96, 64, 64]
 
 
+@pytest.mark.parametrize("name", ["torch.ops.aten.convolution.default", "extern_kernels.convolution"])
+def test_a_convolution_makes_its_result_and_takes_scratch(name: str) -> None:
+    graph = fx.Graph()
+    rows, weight = graph.placeholder("primals_1"), graph.placeholder("primals_2")
+    rows.meta["val"], weight.meta["val"] = torch.empty(2, 8, 4), torch.empty(8, 1, 3)
+    node = graph.call_function(torch.ops.aten.convolution.default, (rows, weight, None, [1], [2], [1], False, [0], 8))
+    node.meta["val"] = torch.empty(2, 8, 6)
+    graph.output(node)
+    memory = read(f"buf0 = {name}(primals_1, primals_2, stride=(1,), groups=8, bias=None)\nreturn (buf0, )", graph)
+    assert live(memory) == [2 * 384 + 96, 384]
+
+
 def test_a_region_call_adds_its_working_set_where_it_runs() -> None:
     graph = fx.Graph()
     node = graph.call_function(torch.ops.memfine.experts.default, tuple(graph.placeholder(name) for name in "abcdef"))
