@@ -67,6 +67,15 @@ CHUNKED: dict[str, dict[str, Any]] = {
             "out = torch.bmm(w.unsqueeze(1), rows).squeeze(1)",
         ),
     },
+    "slices by a count, reshaped behind the bmm": {
+        "start": SORTED, "select": ("n = counts[e]",), "guard": "",
+        "body": ("parts.append(self.ex[e](xs[start : start + n]))", "start += n"),
+        "end": (
+            "rows = torch.cat(parts)",
+            "rows = torch.zeros_like(rows).index_copy(0, order, rows).view(-1, 2, H)",
+            "out = torch.bmm(w.unsqueeze(1), rows).reshape(-1, 2, H // 2).flatten(1)",
+        ),
+    },
     "slices of one choice": {
         "route": (ONE_CHOICE, "order = i.view(-1).argsort(stable=True)"),
         "start": (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memfine_fx.passes.read.values import Combined, Coordinates, Counts, Fill, Ids, Mask, Rows
+from memfine_fx.passes.read.values import Coordinates, Counts, Fill, Ids, Mask, Rows
 from tests.passes.read.routings import HIDDEN, NUM_EXPERTS, WIDTH
 from tests.passes.read.samples import (
     Database,
@@ -33,11 +33,6 @@ MOVES = "moves the routed dimensions"
 def by_choice(r: Any) -> Any:
     """[T,K,F]"""
     return flat_rows(r).view(-1, K, WIDTH)
-
-
-def combined(r: Any) -> Any:
-    """[T,1,F], summed."""
-    return by_choice(r).sum(1, keepdim=True)
 
 
 def dense(r: Any) -> Any:
